@@ -1,0 +1,2 @@
+#![forbid(unsafe_code)]
+//! Placeholder until the first module lands.

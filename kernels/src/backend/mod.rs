@@ -1,0 +1,23 @@
+//! Who runs the ops: [`cpu`] for real, [`sim`] for tests, or nobody (a dry device).
+
+pub(crate) mod cpu;
+pub(crate) mod sim;
+
+use std::sync::Mutex;
+
+use crate::{Op, order::Stamp};
+
+pub use sim::{DropWaits, SimOptions};
+
+pub(crate) enum Backend {
+    Cpu(cpu::CpuBackend),
+    Sim(Mutex<sim::SimBackend>),
+    Dry,
+}
+
+/// A numbered op and the waits that the order layer derived for it.
+pub(crate) struct Job {
+    pub(crate) stamp: Stamp,
+    pub(crate) op: Op,
+    pub(crate) waits: Vec<Stamp>,
+}

@@ -1,0 +1,427 @@
+//! [`Device`] and [`Stream`]: where ops are submitted and memory is held.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use crate::{
+    Category, DType, Element, Error, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Result, Slice,
+    arena::Arena,
+    backend::{Backend, Job, SimOptions, cpu::CpuBackend, sim::SimBackend},
+    buffer::{Buffer, HostInner},
+    ledger::Ledger,
+    memory::{HostBlock, Memory},
+    op::Place,
+    order::{Access, Order, Space, Stamp},
+};
+
+/// How a CPU device is set up.
+#[derive(Clone, Debug, Default)]
+pub struct CpuOptions {
+    /// Threads of the kernels; the machine's cores if not given. Results do not depend on it.
+    pub threads: Option<usize>,
+    /// Most bytes the device may hold; only the machine limits it if not given.
+    pub budget_bytes: Option<usize>,
+}
+
+/// A device: memory, streams, and a backend chosen at run time. Cloning is cheap.
+#[derive(Clone)]
+pub struct Device(Arc<Shared>);
+
+/// An in-order queue of a device. Cloning is cheap.
+#[derive(Clone)]
+pub struct Stream {
+    device: Device,
+    index: usize,
+}
+
+/// What was submitted to a stream, and how its time went.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StreamReport {
+    /// The stream's name.
+    pub name: String,
+    /// Ops submitted.
+    pub ops: u64,
+    /// Waits on other streams that the order layer added.
+    pub waits: u64,
+    /// Seconds that ops ran; 0 where nothing is timed (`sim`, `dry`).
+    pub busy_seconds: f64,
+    /// Seconds that the stream stood still, waiting for another; 0 where nothing is timed.
+    pub wait_seconds: f64,
+}
+
+/// Counts of an op's submissions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpCount {
+    /// Submissions.
+    pub count: u64,
+    /// Floating-point operations.
+    pub flops: u64,
+    /// Device bytes read and written.
+    pub bytes: u64,
+}
+
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    backend: Backend,
+    next_id: AtomicU64,
+    budget_bytes: Option<usize>,
+}
+
+struct State {
+    arena: Arena,
+    ledger: Ledger,
+    order: Order,
+    streams: Vec<StreamReport>,
+    counts: BTreeMap<String, OpCount>,
+}
+
+impl Device {
+    /// The CPU, with all cores and no budget.
+    ///
+    /// # Errors
+    /// [`Error::Start`] if the system refuses threads or address space.
+    pub fn cpu() -> Result<Self> {
+        Self::cpu_with(CpuOptions::default())
+    }
+
+    /// The CPU.
+    ///
+    /// # Errors
+    /// [`Error::Start`] if the system refuses threads or address space.
+    pub fn cpu_with(options: CpuOptions) -> Result<Self> {
+        let memory = reserve(options.budget_bytes)?;
+        let backend = CpuBackend::new(memory.clone(), options.threads)?;
+        Ok(Self::new(Backend::Cpu(backend), memory.len(), options.budget_bytes))
+    }
+
+    /// The CPU's kernels under a seeded scheduler that runs ops in any order that the recorded waits allow, and checks
+    /// every access; for tests. One seed is one schedule.
+    ///
+    /// # Errors
+    /// [`Error::Start`] if the system refuses threads or address space.
+    pub fn sim(options: SimOptions) -> Result<Self> {
+        let budget_bytes = options.budget_bytes;
+        let memory = reserve(budget_bytes)?;
+        let backend = SimBackend::new(memory.clone(), options)?;
+        Ok(Self::new(Backend::Sim(Mutex::new(backend)), memory.len(), budget_bytes))
+    }
+
+    /// No memory and no execution: allocations are accounted and ops are checked and counted, by the same code that
+    /// serves the other backends. Host reads give zeros. For planning.
+    pub fn dry(budget_bytes: Option<usize>) -> Self {
+        let capacity = budget_bytes.unwrap_or(1 << 60);
+        Self::new(Backend::Dry, capacity, budget_bytes)
+    }
+
+    fn new(backend: Backend, capacity: usize, budget_bytes: Option<usize>) -> Self {
+        let state = State {
+            arena: Arena::new(capacity),
+            ledger: Ledger::default(),
+            order: Order::default(),
+            streams: Vec::new(),
+            counts: BTreeMap::new(),
+        };
+        Device(Arc::new(Shared {
+            state: Mutex::new(state),
+            backend,
+            next_id: AtomicU64::new(1),
+            budget_bytes,
+        }))
+    }
+
+    /// The backend's name: `cpu`, `sim` or `dry`.
+    pub fn backend_name(&self) -> &'static str {
+        match self.0.backend {
+            Backend::Cpu(_) => "cpu",
+            Backend::Sim(_) => "sim",
+            Backend::Dry => "dry",
+        }
+    }
+
+    /// A new in-order queue.
+    pub fn stream(&self, name: &str) -> Stream {
+        let mut state = self.0.lock();
+        let index = state.order.add_stream();
+        state.streams.push(StreamReport { name: name.to_string(), ..StreamReport::default() });
+        match &self.0.backend {
+            Backend::Cpu(backend) => backend.add_stream(name),
+            Backend::Sim(backend) => lock(backend).add_stream(name),
+            Backend::Dry => {}
+        }
+        Stream { device: self.clone(), index }
+    }
+
+    /// Device memory for `len` elements; what it holds is undefined until written.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the budget cannot hold it; nothing is changed then.
+    pub fn alloc(&self, len: usize, dtype: DType, category: Category, name: &str) -> Result<Slice> {
+        let bytes = len.saturating_mul(dtype.size_bytes());
+        let mut state = self.0.lock();
+        let injected = match &self.0.backend {
+            Backend::Sim(backend) => lock(backend).fails_alloc(),
+            _ => false,
+        };
+        let range = if injected { None } else { state.arena.alloc(bytes) };
+        let Some(range) = range else {
+            return Err(Error::OutOfMemory(OutOfMemory {
+                name: name.to_string(),
+                bytes,
+                budget_bytes: state.arena.capacity(),
+                in_use_bytes: state.ledger.report().current_bytes,
+                largest_free_bytes: state.arena.largest_free(),
+                largest: state.ledger.largest(5),
+            }));
+        };
+        let id = self.0.next_id.fetch_add(1, Ordering::Relaxed);
+        state.ledger.add(id, name, category, range.len());
+        if let Backend::Sim(backend) = &self.0.backend {
+            lock(backend).allocated(range.clone());
+        }
+        drop(state);
+        let buffer = Buffer { device: self.0.clone(), id, range, name: name.to_string(), category };
+        Ok(Slice::new(Arc::new(buffer), len, dtype))
+    }
+
+    /// Host memory for transfers, zeroed.
+    ///
+    /// # Errors
+    /// [`Error::Start`] if the system has no memory for it.
+    pub fn host_buffer(&self, bytes: usize, name: &str) -> Result<HostBuffer> {
+        let block = HostBlock::new(bytes)
+            .ok_or_else(|| Error::Start(format!("no host memory for {bytes} bytes of `{name}`")))?;
+        let id = self.0.next_id.fetch_add(1, Ordering::Relaxed);
+        self.0.lock().ledger.add_host(bytes);
+        let inner = HostInner { device: self.0.clone(), id, name: name.to_string(), block: Arc::new(block) };
+        Ok(HostBuffer(Arc::new(inner)))
+    }
+
+    /// Waits for every op of every stream.
+    ///
+    /// # Errors
+    /// The first error of an op since the last call. Ops that were submitted after the failed one have been skipped;
+    /// the device is usable again.
+    pub fn synchronize(&self) -> Result<()> {
+        let tails = self.0.lock().order.tails();
+        self.0.wait(&tails)?;
+        match &self.0.backend {
+            Backend::Cpu(backend) => backend.take_error(),
+            Backend::Sim(backend) => lock(backend).take_error(),
+            Backend::Dry => Ok(()),
+        }
+    }
+
+    /// Memory in use, by category, now and at most.
+    pub fn memory(&self) -> MemoryReport {
+        let state = self.0.lock();
+        let mut report = state.ledger.report();
+        report.extent_bytes = state.arena.high_water();
+        report.budget_bytes = self.0.budget_bytes;
+        report
+    }
+
+    /// Starts the peaks over from what is in use now.
+    pub fn reset_peaks(&self) {
+        let mut state = self.0.lock();
+        state.ledger.reset_peaks();
+        state.arena.reset_high_water();
+    }
+
+    /// What each stream was given, and how its time went.
+    pub fn streams(&self) -> Vec<StreamReport> {
+        let mut reports = self.0.lock().streams.clone();
+        if let Backend::Cpu(backend) = &self.0.backend {
+            backend.fill_times(&mut reports);
+        }
+        reports
+    }
+
+    /// Submissions by op name.
+    pub fn op_counts(&self) -> BTreeMap<String, OpCount> {
+        self.0.lock().counts.clone()
+    }
+}
+
+impl Stream {
+    /// The stream's device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Queues an op. It starts when every op that it must follow, on any stream, is done.
+    ///
+    /// # Errors
+    /// What [`Op::check`] finds, [`Error::OtherDevice`], [`Error::HostBusy`]; nothing is queued then. Errors while the
+    /// op runs come from the next wait on the host.
+    pub fn submit(&self, op: Op) -> Result<()> {
+        op.check()?;
+        self.device.0.submit(self.index, op)
+    }
+
+    /// Waits for every op submitted to this stream so far.
+    ///
+    /// # Errors
+    /// The first error of an op, which stays until [`Device::synchronize`] takes it.
+    pub fn synchronize(&self) -> Result<()> {
+        let tail = self.device.0.lock().order.tails()[self.index];
+        self.device.0.wait(&[tail])
+    }
+
+    /// Copies elements to the device, in a new allocation.
+    ///
+    /// # Errors
+    /// Those of allocation and submission.
+    pub fn upload<T: Element>(&self, elements: &[T], category: Category, name: &str) -> Result<Slice> {
+        let out = self.device.alloc(elements.len(), T::DTYPE, category, name)?;
+        let host = self.device.host_buffer(out.bytes(), name)?;
+        host.all().write(|bytes| bytes.copy_from_slice(bytemuck::cast_slice(elements)))?;
+        self.submit(Op::CopyIn { input: host.all(), out: out.clone() })?;
+        Ok(out)
+    }
+
+    /// Copies a slice to the host and waits for it.
+    ///
+    /// # Errors
+    /// Those of submission, and of the ops that made the slice.
+    pub fn download<T: Element>(&self, slice: &Slice) -> Result<Vec<T>> {
+        if slice.dtype() != T::DTYPE {
+            return Err(Error::BadOperand {
+                op: "download".to_string(),
+                operand: "slice",
+                expected: T::DTYPE.to_string(),
+                found: slice.dtype().to_string(),
+            });
+        }
+        let host = self.device.host_buffer(slice.bytes(), "download")?;
+        self.submit(Op::CopyOut { input: slice.clone(), out: host.all() })?;
+        host.all().to_vec()
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    fn submit(self: &Arc<Self>, stream: usize, mut op: Op) -> Result<()> {
+        let mut accesses = Vec::new();
+        for operand in op.operands() {
+            let device = match operand.place {
+                Place::Device(slice) => slice.device(),
+                Place::Host(slice) => slice.device(),
+            };
+            if !device.is_some_and(|device| Arc::ptr_eq(device, self)) {
+                return Err(Error::OtherDevice { op: op.name().to_string(), operand: operand.name });
+            }
+            accesses.push(match operand.place {
+                Place::Device(slice) => {
+                    Access { space: Space::Device, range: slice.range(), mode: operand.mode }
+                }
+                Place::Host(slice) => slice.access(operand.mode),
+            });
+        }
+        if let Backend::Cpu(backend) = &self.backend {
+            backend.throttle(stream);
+        }
+        let mut state = self.lock();
+        for operand in op.operands() {
+            if let Place::Host(slice) = operand.place
+                && slice.is_busy()
+            {
+                return Err(Error::HostBusy { name: slice.name().to_string() });
+            }
+        }
+        let (stamp, waits) = state.order.submit(stream, &accesses);
+        state.streams[stream].ops += 1;
+        state.streams[stream].waits += waits.len() as u64;
+        let (flops, bytes) = (op.flops(), op.bytes());
+        let count = match state.counts.get_mut(op.name()) {
+            Some(count) => count,
+            None => state.counts.entry(op.name().to_string()).or_default(),
+        };
+        count.count += 1;
+        count.flops += flops;
+        count.bytes += bytes;
+        let detached: Vec<_> = op.device_slices_mut().into_iter().filter_map(Slice::detach).collect();
+        let detached_host = op.detach_host();
+        // The backend is handed the op under the lock, so that queues fill in the order of the stamps.
+        match &self.backend {
+            Backend::Cpu(backend) => backend.enqueue(Job { stamp, op, waits }),
+            Backend::Sim(backend) => lock(backend).enqueue(Job { stamp, op, waits }, &accesses),
+            Backend::Dry => {}
+        }
+        drop(state);
+        // These may be the last handles, and dropping those takes the lock.
+        drop((detached, detached_host));
+        Ok(())
+    }
+
+    fn wait(&self, stamps: &[Stamp]) -> Result<()> {
+        match &self.backend {
+            Backend::Cpu(backend) => backend.wait(stamps),
+            Backend::Sim(backend) => lock(backend).wait(stamps),
+            Backend::Dry => Ok(()),
+        }
+    }
+
+    pub(crate) fn claim_host(&self, host: &HostInner, access: &Access) -> Result<()> {
+        let waits = {
+            let state = self.lock();
+            if host.block.busy.swap(true, Ordering::Acquire) {
+                return Err(Error::HostBusy { name: host.name.clone() });
+            }
+            state.order.host_waits(access)
+        };
+        let done = self.wait(&waits).and_then(|()| match &self.backend {
+            Backend::Sim(backend) => lock(backend).host_access(access),
+            _ => Ok(()),
+        });
+        if done.is_err() {
+            host.block.busy.store(false, Ordering::Release);
+        }
+        done
+    }
+
+    pub(crate) fn free(&self, buffer: &Buffer) {
+        let mut state = self.lock();
+        state.ledger.remove(buffer.id);
+        state.arena.free(buffer.range.clone());
+    }
+
+    pub(crate) fn free_host(&self, host: &HostInner) {
+        let mut state = self.lock();
+        state.ledger.remove_host(host.block.len());
+        state.order.forget_host(host.id);
+    }
+}
+
+impl Op {
+    fn detach_host(&mut self) -> Option<HostSlice> {
+        let host = match self {
+            Op::CopyOut { out, .. } => out,
+            Op::CopyIn { input, .. } => input,
+            _ => return None,
+        };
+        let owned = host.clone();
+        host.detach();
+        Some(owned)
+    }
+}
+
+fn reserve(budget_bytes: Option<usize>) -> Result<Arc<Memory>> {
+    Memory::reserve(budget_bytes).map(Arc::new).map_err(|error| {
+        let wanted =
+            budget_bytes.map_or("address space".to_string(), |bytes| format!("a budget of {bytes} bytes"));
+        Error::Start(format!("cannot reserve {wanted}: {error}"))
+    })
+}
+
+/// A poisoned lock only means that a test's thread panicked elsewhere: the state is updated in one piece.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,136 @@
+//! What can go wrong in the device layer.
+
+use std::fmt;
+
+/// Result of the device layer.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of the device layer. Fields hold the facts; the message names them all.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// The budget cannot hold an allocation.
+    #[error("{0}")]
+    OutOfMemory(OutOfMemory),
+    /// An operand's length or dtype does not fit the op's shape.
+    #[error("{op}: operand `{operand}` should be {expected}, is {found}")]
+    BadOperand {
+        /// The op.
+        op: String,
+        /// The operand's field name.
+        operand: &'static str,
+        /// Length and dtype that the shape asks for.
+        expected: String,
+        /// Length and dtype given.
+        found: String,
+    },
+    /// A constant of an op is out of range.
+    #[error("{op}: expected {expected}, found {found}")]
+    BadConstant {
+        /// The op.
+        op: String,
+        /// What would be right.
+        expected: String,
+        /// What was given.
+        found: String,
+    },
+    /// Two operands share bytes, and one of them is written.
+    #[error("{op}: operands `{first}` and `{second}` overlap")]
+    Overlap {
+        /// The op.
+        op: String,
+        /// An operand.
+        first: &'static str,
+        /// The other.
+        second: &'static str,
+    },
+    /// A part of a slice or host buffer lies outside of it.
+    #[error("{what} {start}..{end} lies outside of its {len}")]
+    OutOfBounds {
+        /// The unit: "elements" or "bytes".
+        what: &'static str,
+        /// First.
+        start: usize,
+        /// One past the last.
+        end: usize,
+        /// What there is.
+        len: usize,
+    },
+    /// Operands of one op belong to different devices.
+    #[error("{op}: operand `{operand}` belongs to another device")]
+    OtherDevice {
+        /// The op.
+        op: String,
+        /// The operand's field name.
+        operand: &'static str,
+    },
+    /// A host buffer was submitted to an op while the host was reading or writing it.
+    #[error("host buffer `{name}` is in use by the host")]
+    HostBusy {
+        /// The buffer's name.
+        name: String,
+    },
+    /// A computation failed while it ran: an index out of range, or an injected fault. Ops after it were skipped.
+    #[error("{op} failed: {message}")]
+    OpFailed {
+        /// The op.
+        op: String,
+        /// Why.
+        message: String,
+    },
+    /// The system could not give what the device needs at start.
+    #[error("cannot start the device: {0}")]
+    Start(String),
+    /// The simulated device saw an access that nothing orders, or a read of bytes never written.
+    #[error("simulation: {0}")]
+    Violation(String),
+}
+
+/// The facts of an allocation that does not fit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OutOfMemory {
+    /// Name of the allocation.
+    pub name: String,
+    /// Its bytes.
+    pub bytes: usize,
+    /// The budget in bytes.
+    pub budget_bytes: usize,
+    /// Bytes in use when it was asked for.
+    pub in_use_bytes: usize,
+    /// The largest contiguous free range.
+    pub largest_free_bytes: usize,
+    /// The largest consumers: name and bytes, largest first.
+    pub largest: Vec<(String, usize)>,
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "out of device memory: `{}` needs {}, but of the budget of {} {} are in use and the largest free range is {}",
+            self.name,
+            bytes(self.bytes),
+            bytes(self.budget_bytes),
+            bytes(self.in_use_bytes),
+            bytes(self.largest_free_bytes),
+        )?;
+        if !self.largest.is_empty() {
+            write!(f, "; largest consumers:")?;
+            for (i, (name, size)) in self.largest.iter().enumerate() {
+                write!(f, "{} {name} {}", if i == 0 { "" } else { "," }, bytes(*size))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A byte count for people: exact below 10 KiB, else in KiB, MiB or GiB to three or four digits.
+pub fn bytes(count: usize) -> String {
+    const UNITS: [(&str, f64); 3] =
+        [("GiB", (1u64 << 30) as f64), ("MiB", (1u64 << 20) as f64), ("KiB", (1u64 << 10) as f64)];
+    if count < 10 << 10 {
+        return format!("{count} B");
+    }
+    let (unit, scale) = UNITS.into_iter().find(|(_, scale)| count as f64 >= *scale).unwrap_or(UNITS[2]);
+    let value = count as f64 / scale;
+    if value < 10.0 { format!("{value:.2} {unit}") } else { format!("{value:.1} {unit}") }
+}

@@ -1,0 +1,172 @@
+//! The bytes behind the CPU backends: one anonymous map for the device, zeroed blocks for the host.
+//!
+//! This file is where addresses become Rust slices; the rest of the crate handles offsets.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc},
+    ptr::NonNull,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use crate::{Element, Slice};
+
+/// Address space asked for where no budget is set; pages are taken from the system when first touched.
+const UNLIMITED_BYTES: usize = 1 << 40;
+
+/// The device memory of the CPU backends. Pages are zero until written.
+pub(crate) struct Memory {
+    map: memmap2::MmapRaw,
+}
+
+impl Memory {
+    /// Reserves `bytes`, or without a budget as much address space as the system allows.
+    pub(crate) fn reserve(budget_bytes: Option<usize>) -> std::io::Result<Self> {
+        let mut bytes = budget_bytes.unwrap_or(UNLIMITED_BYTES);
+        loop {
+            match memmap2::MmapOptions::new().len(bytes.max(1)).no_reserve_swap().map_anon() {
+                Ok(map) => {
+                    // Fewer page faults and TLB misses; a system without huge pages works all the same.
+                    #[cfg(target_os = "linux")]
+                    let _ = map.advise(memmap2::Advice::HugePage);
+                    return Ok(Memory { map: map.into() });
+                }
+                Err(error) if budget_bytes.is_some() || bytes <= 1 << 30 => return Err(error),
+                Err(_) => bytes /= 2,
+            }
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    /// A slice of the device's memory, to read.
+    ///
+    /// # Safety
+    /// No other thread writes these bytes while the result lives: the caller runs an op whose waits are over.
+    pub(crate) unsafe fn read<T: Element>(&self, slice: &Slice) -> &[T] {
+        let start = self.start::<T>(slice);
+        // SAFETY: `start` checked that the range lies inside the map and is aligned; the map lives as long as `self`,
+        // its pages are initialised (zero) and any bit pattern is a `T: Pod`; the caller rules out concurrent writes.
+        unsafe { std::slice::from_raw_parts(start, slice.len()) }
+    }
+
+    /// A slice of the device's memory, to write.
+    ///
+    /// # Safety
+    /// No other reference to these bytes exists while the result lives: the caller runs an op whose waits are over, and
+    /// takes each of its operands once.
+    #[allow(clippy::mut_from_ref)] // The map is shared memory; exclusive access is what the order layer grants.
+    pub(crate) unsafe fn write<T: Element>(&self, slice: &Slice) -> &mut [T] {
+        let start = self.start::<T>(slice);
+        // SAFETY: as in `read`; the caller grants exclusive access.
+        unsafe { std::slice::from_raw_parts_mut(start, slice.len()) }
+    }
+
+    /// The bytes of a slice, to read.
+    ///
+    /// # Safety
+    /// As for [`Memory::read`].
+    pub(crate) unsafe fn read_bytes(&self, slice: &Slice) -> &[u8] {
+        // SAFETY: the caller keeps the contract of `read`.
+        unsafe { self.read::<u8>(&slice.as_bytes()) }
+    }
+
+    /// The bytes of a slice, to write.
+    ///
+    /// # Safety
+    /// As for [`Memory::write`].
+    #[allow(clippy::mut_from_ref)] // As in `write`.
+    pub(crate) unsafe fn write_bytes(&self, slice: &Slice) -> &mut [u8] {
+        // SAFETY: the caller keeps the contract of `write`.
+        unsafe { self.write::<u8>(&slice.as_bytes()) }
+    }
+
+    /// Sets device bytes.
+    ///
+    /// # Safety
+    /// As for [`Memory::write`].
+    pub(crate) unsafe fn fill_bytes(&self, range: std::ops::Range<usize>, value: u8) {
+        assert!(range.start <= range.end && range.end <= self.map.len());
+        // SAFETY: inside the map; the caller grants exclusive access.
+        unsafe { self.map.as_mut_ptr().add(range.start).write_bytes(value, range.len()) }
+    }
+
+    fn start<T: Element>(&self, slice: &Slice) -> *mut T {
+        let range = slice.range();
+        assert_eq!(T::DTYPE, slice.dtype(), "a {} slice taken as {}", slice.dtype(), T::DTYPE);
+        assert!(range.end <= self.map.len(), "{range:?} outside of {}", self.map.len());
+        // SAFETY: `range.start` is inside the map, checked above.
+        let start = unsafe { self.map.as_mut_ptr().add(range.start) }.cast::<T>();
+        assert!(start.is_aligned(), "{range:?} not aligned for {}", T::DTYPE);
+        start
+    }
+}
+
+/// Alignment of host blocks: a page, as direct I/O and pinning want it.
+const HOST_ALIGNMENT: usize = 4096;
+
+/// A zeroed block of host memory that device ops and the host take turns with.
+pub(crate) struct HostBlock {
+    start: NonNull<u8>,
+    len: usize,
+    /// The host is reading or writing it; guarded by the device's lock.
+    pub(crate) busy: AtomicBool,
+}
+
+// SAFETY: the block is plain memory; who may touch it when is decided by the order layer and the `busy` flag.
+unsafe impl Send for HostBlock {}
+// SAFETY: as above.
+unsafe impl Sync for HostBlock {}
+
+impl HostBlock {
+    /// `None` if the system has no memory for it.
+    pub(crate) fn new(len: usize) -> Option<Self> {
+        let layout = Self::layout(len)?;
+        // SAFETY: the layout is not empty.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(HostBlock { start, len, busy: AtomicBool::new(false) })
+    }
+
+    fn layout(len: usize) -> Option<Layout> {
+        Layout::from_size_align(len.max(1), HOST_ALIGNMENT).ok()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::Relaxed)
+    }
+
+    /// A part of the block, to read.
+    ///
+    /// # Safety
+    /// No one writes these bytes while the result lives.
+    pub(crate) unsafe fn bytes(&self, start: usize, len: usize) -> &[u8] {
+        assert!(start <= self.len && len <= self.len - start);
+        // SAFETY: inside the block, which is initialised (zeroed) and lives as long as `self`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(start), len) }
+    }
+
+    /// A part of the block, to write.
+    ///
+    /// # Safety
+    /// No other reference to these bytes exists while the result lives.
+    #[allow(clippy::mut_from_ref)] // Shared memory, as in `Memory::write`.
+    pub(crate) unsafe fn bytes_mut(&self, start: usize, len: usize) -> &mut [u8] {
+        assert!(start <= self.len && len <= self.len - start);
+        // SAFETY: as in `bytes`; the caller grants exclusive access.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(start), len) }
+    }
+}
+
+impl Drop for HostBlock {
+    fn drop(&mut self) {
+        if let Some(layout) = Self::layout(self.len) {
+            // SAFETY: allocated in `new` with the same layout.
+            unsafe { dealloc(self.start.as_ptr(), layout) }
+        }
+    }
+}
