@@ -143,6 +143,11 @@ impl Device {
         }
     }
 
+    /// Whether nothing is executed: see [`Device::dry`].
+    pub fn is_dry(&self) -> bool {
+        matches!(self.0.backend, Backend::Dry)
+    }
+
     /// A new in-order queue.
     pub fn stream(&self, name: &str) -> Stream {
         let mut state = self.0.lock();

@@ -1,2 +1,45 @@
 #![forbid(unsafe_code)]
-//! Placeholder until the first module lands.
+//! What happens to a tensor between the forward pass that saves it and the backward pass that needs it.
+//!
+//! [`Offload::save`] takes a slice of device memory and a description; a [`Policy`] says whether it is kept, sent to host
+//! memory, or made again. [`Offload::load`] gives it back. The crate knows slices, streams and names, nothing of tensors,
+//! layers or models, so any framework can use it.
+//!
+//! How it works:
+//! - A copy out starts as soon as the slice is saved, on a stream of its own. The device memory is held until the bytes
+//!   in flight exceed a bound, oldest first, and then given back; whoever gets it next is ordered after the copy by the
+//!   device layer, so forward runs on.
+//! - Backward visits saved slices in reverse. Each load also starts the copies back of those that come next, as many as
+//!   the window and the budget allow, on a third stream.
+//! - A slice that is still in flight when it is asked for is handed back as it is.
+//! - A handle owns what it stands for: when the last [`Saved`] of a slice is dropped, used or not, its device memory and
+//!   its host slot are free again. An abandoned step leaves nothing behind.
+//!
+//! Costs, a saved slice: a hash lookup and a submission; bytes over the link: each slice once out and once back.
+//!
+//! ```
+//! use ebbtide_kernels::{Category, Device};
+//! use ebbtide_offload::{Activation, Offload, OffloadOptions, Role, policy};
+//!
+//! # fn main() -> ebbtide_offload::Result<()> {
+//! let device = Device::cpu()?;
+//! let compute = device.stream("compute");
+//! let offload = Offload::new(&compute, Box::new(policy::OffloadAll), OffloadOptions::default())?;
+//! let x = compute.upload(&vec![1.5f32; 1 << 16], Category::Activations, "x")?;
+//! let activation = Activation { name: "x", shape: &[1 << 16], role: Role::Activation, segment: None, rerun: false };
+//! let saved = offload.save(x, &activation)?;
+//! // … forward goes on; x's device memory is free for others …
+//! let back = offload.load(&saved)?;
+//! assert_eq!(compute.download::<f32>(&back)?[7], 1.5);
+//! assert_eq!(offload.report().out_bytes, 4 << 16);
+//! # Ok(())
+//! # }
+//! ```
+
+mod host_pool;
+pub mod policy;
+mod runtime;
+
+pub use ebbtide_kernels::{Error, Result};
+pub use policy::{Activation, Placement, Policy, Role, SegmentPlan};
+pub use runtime::{Offload, OffloadOptions, OffloadReport, Saved};

@@ -1,0 +1,70 @@
+//! What can go wrong in the engine.
+
+use std::path::PathBuf;
+
+/// Result of the engine.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of the engine. Fields hold the facts; the message names them all.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The device layer's.
+    #[error(transparent)]
+    Device(#[from] ebbtide_kernels::Error),
+    /// An operation was given a tensor of the wrong shape.
+    #[error("{op}: expected {expected}, found {found}")]
+    Shape {
+        /// The operation.
+        op: &'static str,
+        /// The shape or relation that it needs.
+        expected: String,
+        /// What it was given.
+        found: String,
+    },
+    /// A segment that a policy recomputes gave something else the second time.
+    #[error(
+        "segment `{segment}` is not reproducible: its output was {first} in the forward pass and {second} when recomputed"
+    )]
+    NotReproducible {
+        /// The segment.
+        segment: String,
+        /// The first output's shape.
+        first: String,
+        /// The second's.
+        second: String,
+    },
+    /// A configuration that cannot be.
+    #[error("{field}: expected {expected}, found {found}")]
+    Config {
+        /// The field.
+        field: &'static str,
+        /// What would do.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// There is no parameter of that name.
+    #[error("no parameter `{name}` in the model")]
+    UnknownParameter {
+        /// The name.
+        name: String,
+    },
+    /// A file is not what it should be.
+    #[error("{path}: {message}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it: where, what was expected, what was found.
+        message: String,
+    },
+    /// The system refused an operation on a file.
+    #[error("{path}: cannot {action}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The operation.
+        action: &'static str,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+}

@@ -1,0 +1,421 @@
+//! [`Offload`]: saves, loads, and keeps both directions of the link busy.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+};
+
+use ebbtide_kernels::{Category, DType, Device, Error, Op, Result, Slice, Stream};
+
+use crate::{
+    host_pool::{HostPool, HostSlot},
+    policy::{Activation, Placement, Policy, SegmentPlan},
+};
+
+/// The bounds of the runtime's queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OffloadOptions {
+    /// Bytes whose copies out have started and whose device memory is still held. More delays its reuse, so that forward
+    /// need not wait for copies; less saves memory.
+    pub in_flight_bytes: usize,
+    /// Bytes on the device ahead of backward's need.
+    pub prefetch_bytes: usize,
+    /// Smaller slices stay on the device.
+    pub min_bytes: usize,
+}
+
+impl Default for OffloadOptions {
+    fn default() -> Self {
+        OffloadOptions { in_flight_bytes: 32 << 20, prefetch_bytes: 32 << 20, min_bytes: 16 << 10 }
+    }
+}
+
+/// What the runtime did since it was made, or since [`Offload::take_report`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OffloadReport {
+    /// Bytes saved for backward during forward passes, each slice once: kept and sent out together.
+    pub saved_bytes: u64,
+    /// Bytes copied out.
+    pub out_bytes: u64,
+    /// Bytes copied back.
+    pub in_bytes: u64,
+    /// Bytes handed back while their copy out was in flight, so that no copy back was needed.
+    pub forwarded_bytes: u64,
+    /// Bytes that were saved again by another op and not counted twice.
+    pub shared_bytes: u64,
+    /// Bytes not saved, to be made again from others.
+    pub rerun_bytes: u64,
+    /// Loads that found their slice on the device: kept, handed back or prefetched.
+    pub ready_loads: u64,
+    /// Loads that had to start the copy back themselves.
+    pub late_loads: u64,
+    /// Segments that ran a second time.
+    pub recomputed_segments: u64,
+    /// Times that the budget made the runtime give up a held or prefetched copy.
+    pub relieved: u64,
+}
+
+/// The offload runtime of one compute stream. Cloning is cheap and shares it.
+#[derive(Clone)]
+pub struct Offload(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    out: Stream,
+    back: Stream,
+    policy: Box<dyn Policy>,
+    options: OffloadOptions,
+    pool: Arc<HostPool>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// What is saved, by identity.
+    entries: HashMap<Key, Weak<Entry>>,
+    /// What was saved and may be offloaded, in order.
+    order: Vec<Weak<Entry>>,
+    /// Entries whose copy out holds device memory, oldest first.
+    in_flight: VecDeque<(Weak<Entry>, usize)>,
+    in_flight_bytes: usize,
+    backward: bool,
+    report: OffloadReport,
+}
+
+/// A slice's identity: never an address, which others use later, nor a size.
+type Key = (u64, usize, usize, DType);
+
+/// A handle of a saved slice. Cloning is cheap; when the last is dropped, so is what it stands for.
+#[derive(Clone)]
+pub struct Saved(Arc<Entry>);
+
+struct Entry {
+    bytes: usize,
+    len: usize,
+    dtype: DType,
+    name: String,
+    /// Its index in [`State::order`]; `None` where it never leaves the device.
+    position: Option<usize>,
+    place: Mutex<Place>,
+}
+
+enum Place {
+    /// On the device, to stay.
+    Device(Slice),
+    /// A copy out was started, and the device memory is still held.
+    Leaving(Slice, HostSlot),
+    /// In host memory.
+    Host(HostSlot),
+    /// A copy back was started ahead of need; the host copy stands by.
+    Prefetched(Slice, HostSlot),
+    /// Between two places, while the entry's lock is held.
+    Moving,
+}
+
+impl Offload {
+    /// A runtime beside `compute`, with a stream of its own for each direction.
+    ///
+    /// # Errors
+    /// None today; the device's, should a stream not start.
+    pub fn new(compute: &Stream, policy: Box<dyn Policy>, options: OffloadOptions) -> Result<Self> {
+        let device = compute.device().clone();
+        let (out, back) = (device.stream("offload out"), device.stream("offload in"));
+        let pool = HostPool::new(device.clone());
+        Ok(Offload(Arc::new(Inner { device, out, back, policy, options, pool, state: Mutex::default() })))
+    }
+
+    /// What the policy says about a segment.
+    pub fn segment(&self, name: &str) -> SegmentPlan {
+        self.0.policy.segment(name)
+    }
+
+    /// What the policy says about a tensor; [`Placement::Keep`] where it asks for what cannot be.
+    pub fn placement(&self, activation: &Activation<'_>) -> Placement {
+        match self.0.policy.activation(activation) {
+            Placement::Rerun if !activation.rerun => Placement::Keep,
+            placement => placement,
+        }
+    }
+
+    /// Notes that a tensor of `bytes` is made again rather than saved, as [`Offload::placement`] said.
+    pub fn note_rerun(&self, bytes: usize) {
+        self.lock().report.rerun_bytes += bytes as u64;
+    }
+
+    /// Notes that a segment runs a second time.
+    pub fn note_recompute(&self) {
+        self.lock().report.recomputed_segments += 1;
+    }
+
+    /// Saves a slice until it is loaded. Call it when the op that produces the slice has been submitted.
+    ///
+    /// Saved twice, a slice moves once. Parameters and slices below [`OffloadOptions::min_bytes`] stay on the device.
+    ///
+    /// # Errors
+    /// Those of host allocation and submission.
+    pub fn save(&self, slice: Slice, activation: &Activation<'_>) -> Result<Saved> {
+        let key = (slice.buffer_id(), slice.offset_bytes(), slice.len(), slice.dtype());
+        let bytes = slice.bytes();
+        let mut state = self.lock();
+        if let Some(entry) = state.entries.get(&key).and_then(Weak::upgrade) {
+            state.report.shared_bytes += bytes as u64;
+            return Ok(Saved(entry));
+        }
+        let is_parameter = slice.category() == Some(Category::Weights);
+        let leaves = !is_parameter
+            && bytes >= self.0.options.min_bytes
+            && self.placement(activation) == Placement::Offload;
+        if !state.backward && !is_parameter {
+            state.report.saved_bytes += bytes as u64;
+        }
+        let (place, position) = if leaves {
+            let slot = self.0.pool.take(bytes)?;
+            self.0.out.submit(Op::CopyOut { input: slice.clone(), out: slot.buffer().all() })?;
+            state.report.out_bytes += bytes as u64;
+            (Place::Leaving(slice.clone(), slot), Some(state.order.len()))
+        } else {
+            (Place::Device(slice.clone()), None)
+        };
+        let entry = Arc::new(Entry {
+            bytes,
+            len: slice.len(),
+            dtype: slice.dtype(),
+            name: activation.name.to_string(),
+            position,
+            place: Mutex::new(place),
+        });
+        state.entries.insert(key, Arc::downgrade(&entry));
+        if leaves {
+            state.order.push(Arc::downgrade(&entry));
+            state.in_flight.push_back((Arc::downgrade(&entry), bytes));
+            state.in_flight_bytes += bytes;
+            while state.in_flight_bytes > self.0.options.in_flight_bytes && state.release_oldest() {}
+        }
+        Ok(Saved(entry))
+    }
+
+    /// Gives a saved slice back, and starts the copies back of those saved before it, which backward needs next.
+    ///
+    /// The slice can be submitted to any op at once: the device layer orders it after its copy. It may be loaded again
+    /// as long as the handle lives.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the budget has no room for it even after everything held ahead of need was given up.
+    pub fn load(&self, saved: &Saved) -> Result<Slice> {
+        let mut state = self.lock();
+        let mut place = saved.0.lock();
+        let late = matches!(*place, Place::Host(_));
+        let slice = match std::mem::replace(&mut *place, Place::Moving) {
+            Place::Device(slice) => slice,
+            Place::Leaving(slice, _) => {
+                state.report.forwarded_bytes += saved.0.bytes as u64;
+                slice
+            }
+            Place::Prefetched(slice, _) => slice,
+            Place::Host(slot) => match self.copy_back(&mut state, &saved.0, &slot) {
+                Ok(slice) => slice,
+                Err(error) => {
+                    *place = Place::Host(slot);
+                    return Err(error);
+                }
+            },
+            Place::Moving => unreachable!("an entry's place is set while its lock is held"),
+        };
+        *place = Place::Device(slice.clone());
+        drop(place);
+        if late {
+            state.report.late_loads += 1;
+        } else {
+            state.report.ready_loads += 1;
+        }
+        if let Some(position) = saved.0.position {
+            self.prefetch(&mut state, position);
+        }
+        Ok(slice)
+    }
+
+    /// Device memory; where the budget has no room, copies held or made ahead of need are given up for it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if that does not suffice.
+    pub fn alloc(&self, len: usize, dtype: DType, category: Category, name: &str) -> Result<Slice> {
+        match self.0.device.alloc(len, dtype, category, name) {
+            Err(Error::OutOfMemory(_)) => self.alloc_relieved(&mut self.lock(), len, dtype, category, name),
+            other => other,
+        }
+    }
+
+    /// Tells that a forward pass begins: what is saved from now on counts as saved bytes.
+    pub fn begin_forward(&self) {
+        let mut state = self.lock();
+        state.backward = false;
+        state.entries.retain(|_, entry| entry.strong_count() > 0);
+        if state.entries.is_empty() {
+            state.order.clear();
+            state.in_flight.clear();
+            state.in_flight_bytes = 0;
+        }
+    }
+
+    /// Tells that a backward pass begins: the last saved come first, and their copies back may start.
+    pub fn begin_backward(&self) {
+        let mut state = self.lock();
+        state.backward = true;
+        let end = state.order.len();
+        self.prefetch(&mut state, end);
+    }
+
+    /// What was done so far.
+    pub fn report(&self) -> OffloadReport {
+        self.lock().report
+    }
+
+    /// What was done since the last call.
+    pub fn take_report(&self) -> OffloadReport {
+        std::mem::take(&mut self.lock().report)
+    }
+
+    /// Slices saved and not dropped yet.
+    pub fn live(&self) -> usize {
+        self.lock().entries.values().filter(|entry| entry.strong_count() > 0).count()
+    }
+
+    /// Starts copies back of entries before `position`, nearest first, as far as window and budget allow.
+    fn prefetch(&self, state: &mut State, position: usize) {
+        let mut ahead = 0;
+        for index in (0..position.min(state.order.len())).rev() {
+            let Some(entry) = state.order[index].upgrade() else { continue };
+            let mut place = entry.lock();
+            match std::mem::replace(&mut *place, Place::Moving) {
+                Place::Host(slot) if ahead + entry.bytes <= self.0.options.prefetch_bytes => {
+                    match self.start_copy_back(state, &entry, &slot) {
+                        Ok(slice) => *place = Place::Prefetched(slice, slot),
+                        Err(_) => {
+                            // No room now: the load itself will make some, or report it.
+                            *place = Place::Host(slot);
+                            return;
+                        }
+                    }
+                    ahead += entry.bytes;
+                }
+                Place::Host(slot) => {
+                    *place = Place::Host(slot);
+                    return;
+                }
+                other => {
+                    if matches!(other, Place::Prefetched(..)) {
+                        ahead += entry.bytes;
+                    }
+                    *place = other;
+                }
+            }
+        }
+    }
+
+    /// A copy back that must happen: makes room if need be.
+    fn copy_back(&self, state: &mut State, entry: &Entry, slot: &HostSlot) -> Result<Slice> {
+        match self.start_copy_back(state, entry, slot) {
+            Err(Error::OutOfMemory(_)) => {
+                let category = Category::Activations;
+                let slice = self.alloc_relieved(state, entry.len, entry.dtype, category, &entry.name)?;
+                self.submit_copy_back(state, slot, slice)
+            }
+            other => other,
+        }
+    }
+
+    fn start_copy_back(&self, state: &mut State, entry: &Entry, slot: &HostSlot) -> Result<Slice> {
+        let slice = self.0.device.alloc(entry.len, entry.dtype, Category::Activations, &entry.name)?;
+        self.submit_copy_back(state, slot, slice)
+    }
+
+    fn submit_copy_back(&self, state: &mut State, slot: &HostSlot, slice: Slice) -> Result<Slice> {
+        self.0.back.submit(Op::CopyIn { input: slot.buffer().all(), out: slice.clone() })?;
+        state.report.in_bytes += slice.bytes() as u64;
+        Ok(slice)
+    }
+
+    fn alloc_relieved(
+        &self,
+        state: &mut State,
+        len: usize,
+        dtype: DType,
+        category: Category,
+        name: &str,
+    ) -> Result<Slice> {
+        loop {
+            match self.0.device.alloc(len, dtype, category, name) {
+                Err(Error::OutOfMemory(facts)) => {
+                    if !state.relieve() {
+                        return Err(Error::OutOfMemory(facts));
+                    }
+                    state.report.relieved += 1;
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Gives up one copy that is held without need; false if there is none.
+    fn relieve(&mut self) -> bool {
+        self.release_oldest() || self.release_furthest()
+    }
+
+    /// Lets go of the device memory of the oldest copy in flight: the copy itself is unaffected.
+    fn release_oldest(&mut self) -> bool {
+        while let Some((entry, bytes)) = self.in_flight.pop_front() {
+            self.in_flight_bytes -= bytes;
+            let Some(entry) = entry.upgrade() else { continue };
+            // Locked by a load, which calls this: its own entry holds nothing.
+            let Ok(mut place) = entry.place.try_lock() else { continue };
+            match std::mem::replace(&mut *place, Place::Moving) {
+                Place::Leaving(_, slot) => {
+                    *place = Place::Host(slot);
+                    return true;
+                }
+                other => *place = other,
+            }
+        }
+        false
+    }
+
+    /// Undoes the prefetch that is needed last.
+    fn release_furthest(&mut self) -> bool {
+        for entry in self.order.iter().filter_map(Weak::upgrade) {
+            // Locked by a load, which calls this: its own entry is not ahead of need.
+            let Ok(mut place) = entry.place.try_lock() else { continue };
+            match std::mem::replace(&mut *place, Place::Moving) {
+                Place::Prefetched(_, slot) => {
+                    *place = Place::Host(slot);
+                    return true;
+                }
+                other => *place = other,
+            }
+        }
+        false
+    }
+}
+
+impl Entry {
+    fn lock(&self) -> MutexGuard<'_, Place> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Saved {
+    /// The name it was saved under first.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+}
