@@ -9,6 +9,7 @@ mod error;
 pub mod gpt2;
 mod ops;
 pub mod optimizer;
+pub mod plan;
 mod parameters;
 mod tape;
 mod trainer;

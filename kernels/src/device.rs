@@ -108,7 +108,7 @@ impl Device {
         let budget_bytes = options.budget_bytes;
         let memory = reserve(budget_bytes)?;
         let backend = SimBackend::new(memory.clone(), options)?;
-        Ok(Self::new(Backend::Sim(Mutex::new(backend)), memory.len(), budget_bytes))
+        Ok(Self::new(Backend::Sim(Box::new(Mutex::new(backend))), memory.len(), budget_bytes))
     }
 
     /// No memory and no execution: allocations are accounted and ops are checked and counted, by the same code that

@@ -44,6 +44,48 @@ impl Dropout {
         self.factors(index / 4)[(index % 4) as usize]
     }
 
+    /// The factors of consecutive elements from `first`, several blocks at a time so that the loop vectorises.
+    #[inline(always)]
+    pub(crate) fn fill_factors(&self, first: u64, factors: &mut [f32]) {
+        const BLOCKS: usize = 8;
+        let ahead = factors.len().min((first.next_multiple_of(4) - first) as usize);
+        let (head, rest) = factors.split_at_mut(ahead);
+        head.iter_mut().zip(first..).for_each(|(factor, i)| *factor = self.factor(i));
+        let mut block = first.div_ceil(4);
+        let mut many = rest.chunks_exact_mut(4 * BLOCKS);
+        for factors in &mut many {
+            factors.copy_from_slice(self.factors_of::<BLOCKS>(block).as_flattened());
+            block += BLOCKS as u64;
+        }
+        for four in many.into_remainder().chunks_mut(4) {
+            four.copy_from_slice(&self.factors(block)[..four.len()]);
+            block += 1;
+        }
+    }
+
+    /// [`Dropout::factors`] of consecutive blocks: the generator's rounds over arrays, word by word.
+    #[inline(always)]
+    fn factors_of<const BLOCKS: usize>(&self, first: u64) -> [[f32; 4]; BLOCKS] {
+        let blocks: [u64; BLOCKS] = std::array::from_fn(|i| first + i as u64);
+        let (mut c0, mut c1) = (blocks.map(|b| b as u32), blocks.map(|b| (b >> 32) as u32));
+        let (mut c2, mut c3) = ([self.site; BLOCKS], [self.step; BLOCKS]);
+        let mut k = [self.seed as u32, (self.seed >> 32) as u32];
+        for _ in 0..10 {
+            for (((c0, c1), c2), c3) in c0.iter_mut().zip(&mut c1).zip(&mut c2).zip(&mut c3) {
+                let product0 = u64::from(MULTIPLIERS[0]) * u64::from(*c0);
+                let product1 = u64::from(MULTIPLIERS[1]) * u64::from(*c2);
+                (*c0, *c1) = ((product1 >> 32) as u32 ^ *c1 ^ k[0], product1 as u32);
+                (*c2, *c3) = ((product0 >> 32) as u32 ^ *c3 ^ k[1], product0 as u32);
+            }
+            k = [k[0].wrapping_add(WEYL[0]), k[1].wrapping_add(WEYL[1])];
+        }
+        let keep = 1.0 / (1.0 - self.probability);
+        let threshold = self.threshold();
+        std::array::from_fn(|i| {
+            [c0[i], c1[i], c2[i], c3[i]].map(|word| if word < threshold { 0.0 } else { keep })
+        })
+    }
+
     /// Words below it drop their element: `probability · 2^32`, rounded down; at most 2^32 - 256, since an f32 below 1
     /// is at most 1 - 2^-24.
     #[inline(always)]
@@ -67,6 +109,17 @@ mod tests {
             philox4x32([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
+    }
+
+    #[test]
+    fn factors_of_a_range_are_those_of_its_elements() {
+        let dropout = Dropout { probability: 0.3, seed: 0x0123_4567_89AB_CDEF, site: 5, step: 11 };
+        for (first, len) in [(0, 0), (0, 100), (1, 1), (3, 67), (6, 33), ((1 << 34) - 9, 90)] {
+            let mut factors = vec![f32::NAN; len];
+            dropout.fill_factors(first, &mut factors);
+            let expected: Vec<f32> = (first..first + len as u64).map(|i| dropout.factor(i)).collect();
+            assert_eq!(factors, expected);
+        }
     }
 
     #[test]

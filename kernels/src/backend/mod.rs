@@ -11,7 +11,7 @@ pub use sim::{DropWaits, SimOptions};
 
 pub(crate) enum Backend {
     Cpu(cpu::CpuBackend),
-    Sim(Mutex<sim::SimBackend>),
+    Sim(Box<Mutex<sim::SimBackend>>),
     Dry,
 }
 

@@ -1,4 +1,17 @@
 //! The computations on the CPU, one file a family.
+//!
+//! Kernels take plain slices and cut their work by the shape alone, so that results are bitwise the same for any thread
+//! count. Inner loops are compiled for several instruction sets, of which the best is chosen at run time.
 
+mod adamw;
+mod attention;
+mod cast;
+mod cross_entropy;
+mod elementwise;
+mod embedding;
 pub(crate) mod execute;
+mod gemm;
+mod layer_norm;
+mod math;
+mod reduce;
 pub(crate) mod threads;

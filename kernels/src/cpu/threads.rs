@@ -1,5 +1,7 @@
 //! The CPU kernels' thread pool.
 
+use std::marker::PhantomData;
+
 use rayon::prelude::*;
 
 /// A fixed number of threads that run the pieces of one kernel.
@@ -25,11 +27,6 @@ impl Threads {
         self.pool.current_num_threads()
     }
 
-    /// Runs `work` inside the pool, so that rayon's iterators use its threads.
-    pub(crate) fn install<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        self.pool.install(work)
-    }
-
     /// Calls `work(i)` for each `i` below `pieces`: on the caller's thread if the whole is small (`total_bytes` under
     /// [`SERIAL_BYTES`]) or one thread is all there is, else across the pool.
     pub(crate) fn for_each(&self, pieces: usize, total_bytes: usize, work: impl Fn(usize) + Send + Sync) {
@@ -43,3 +40,41 @@ impl Threads {
 
 /// Below it, waking the pool costs more than it saves.
 pub(crate) const SERIAL_BYTES: usize = 64 << 10;
+
+/// A mutable slice that the pieces of one kernel write at once, each its own part.
+///
+/// The slice stays borrowed as long as this lives, so nothing else reads or writes it; that the parts are disjoint is
+/// what the unsafe methods leave to their caller.
+pub(crate) struct Parts<'a, T> {
+    start: *mut T,
+    len: usize,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it is a mutable borrow that several threads use, on disjoint parts by the contract of its methods; the
+// elements move between threads, hence `T: Send`.
+unsafe impl<T: Send> Sync for Parts<'_, T> {}
+
+impl<'a, T> Parts<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        Parts { start: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
+    }
+
+    /// `len` elements from `first`.
+    ///
+    /// # Safety
+    /// While the result lives nothing else touches these elements.
+    #[expect(clippy::mut_from_ref, reason = "disjoint parts of one mutable borrow")]
+    pub(crate) unsafe fn slice(&self, first: usize, len: usize) -> &mut [T] {
+        assert!(first <= self.len && len <= self.len - first, "a part outside its slice");
+        // SAFETY: within the slice that is borrowed for `'a`, as asserted; alone there by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(first), len) }
+    }
+
+    /// Where element `first` lies, for code that writes strided parts.
+    pub(crate) fn at(&self, first: usize) -> *mut T {
+        assert!(first < self.len, "a part outside its slice");
+        // SAFETY: within the slice, as asserted.
+        unsafe { self.start.add(first) }
+    }
+}
