@@ -91,7 +91,7 @@ impl Gpt2Config {
                 });
             }
         }
-        if self.width % self.heads != 0 {
+        if !self.width.is_multiple_of(self.heads) {
             let expected = format!("a divisor of the width {}", self.width);
             return Err(Error::Config { field: "heads", expected, found: self.heads.to_string() });
         }
@@ -104,6 +104,14 @@ impl Gpt2Config {
             return Err(Error::Config { field: "epsilon", expected, found: self.epsilon.to_string() });
         }
         Ok(())
+    }
+
+    /// Parameters, the tied head counted once.
+    pub fn parameters(&self) -> usize {
+        let width = self.width;
+        // Four products with their biases, and two norms.
+        let block = 12 * width * width + 9 * width + 4 * width;
+        (self.vocabulary + self.context + 2) * width + self.layers * block
     }
 
     /// Floating-point operations of one token's forward and backward, without recompute: 6 a weight of a product and

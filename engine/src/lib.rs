@@ -4,14 +4,18 @@
 //! A [`Tape`] records a forward pass; [`Tape::backward`] consumes it. What backward needs of the forward pass goes
 //! through [`ebbtide_offload`] and nowhere else, so one policy decides what is kept, sent to host memory, or made again.
 
+pub mod checkpoint;
 mod engine;
 mod error;
+pub mod generate;
 pub mod gpt2;
+pub mod hugging_face;
 mod ops;
 pub mod optimizer;
-pub mod plan;
 mod parameters;
+pub mod plan;
 mod tape;
+mod tensor_file;
 mod trainer;
 
 pub use engine::Engine;
@@ -19,4 +23,4 @@ pub use error::{Error, Result};
 pub use ops::{HeadLoss, LossInto, Norm, TokenBatch};
 pub use parameters::{Init, Parameter, Parameters, ParametersBuilder};
 pub use tape::{Backward, DropoutSite, Tape, Tensor};
-pub use trainer::{Batch, StepReport, Trainer, TrainerOptions};
+pub use trainer::{Batch, Evaluator, StepReport, Trainer, TrainerOptions};

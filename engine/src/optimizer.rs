@@ -27,6 +27,32 @@ impl Default for AdamWOptions {
     }
 }
 
+impl AdamWOptions {
+    /// Holds the numbers against what can be.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a β outside of `[0, 1)`, an ε that is not positive, or a negative decay or clip.
+    pub fn check(&self) -> Result<()> {
+        let bad = |field, expected: &str, found: f32| {
+            Err(Error::Config { field, expected: expected.to_string(), found: found.to_string() })
+        };
+        for (field, beta) in [("beta1", self.beta1), ("beta2", self.beta2)] {
+            if !(0.0..1.0).contains(&beta) {
+                return bad(field, "a number in [0, 1)", beta);
+            }
+        }
+        if !(self.epsilon.is_finite() && self.epsilon > 0.0) {
+            return bad("epsilon", "a positive number", self.epsilon);
+        }
+        for (field, value) in [("weight_decay", self.weight_decay), ("clip", self.clip)] {
+            if !(value.is_finite() && value >= 0.0) {
+                return bad(field, "a finite number of at least 0", value);
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Linear warm-up to a peak, then half a cosine down to a floor, which stays.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -7,7 +7,7 @@ use ebbtide_kernels::{Device, MemoryReport};
 use ebbtide_offload::{OffloadOptions, OffloadReport, policy::Builtin};
 
 use crate::{
-    Batch, Engine, Result, Trainer, TrainerOptions,
+    Batch, Engine, Error, Result, Trainer, TrainerOptions,
     gpt2::{Gpt2, Gpt2Config},
     optimizer::{AdamWOptions, Schedule},
 };
@@ -36,12 +36,21 @@ pub struct StepPlan {
     pub flops: u64,
 }
 
-/// Runs a step on a dry device. Two steps, since the second also holds what the first left: nothing, or it shows.
+/// Micro-batches beyond it repeat what those before them did.
+const ENOUGH_MICRO_BATCHES: usize = 2;
+
+/// Runs a step on a dry device. Two steps, since the second also holds what the first left: nothing, or it shows; and a
+/// validation after them.
 ///
 /// # Errors
-/// A configuration that cannot be.
-pub fn plan(shape: &StepShape, policy: Builtin, options: OffloadOptions) -> Result<StepPlan> {
-    let device = Device::dry(None);
+/// A configuration that cannot be; [`ebbtide_kernels::Error::OutOfMemory`] if a budget is given that does not hold it.
+pub fn plan(
+    shape: &StepShape,
+    policy: Builtin,
+    options: OffloadOptions,
+    budget_bytes: Option<usize>,
+) -> Result<StepPlan> {
+    let device = Device::dry(budget_bytes);
     let engine = Engine::new(&device, policy.policy(), options)?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
@@ -50,14 +59,37 @@ pub fn plan(shape: &StepShape, policy: Builtin, options: OffloadOptions) -> Resu
     let len = shape.batch * shape.context;
     let batch =
         Batch { tokens: vec![0; len], targets: vec![0; len], batch: shape.batch, context: shape.context };
-    let window = vec![batch; shape.accumulate];
+    let window = vec![batch; shape.accumulate.min(ENOUGH_MICRO_BATCHES)];
     trainer.step(&window)?;
     engine.offload().take_report();
     let flops_of = |device: &Device| -> u64 { device.op_counts().values().map(|count| count.flops).sum() };
     let flops_before = flops_of(&device);
     trainer.step(&window)?;
     let flops = flops_of(&device) - flops_before;
-    Ok(StepPlan { memory: device.memory(), offload: engine.offload().report(), flops })
+    let offload = engine.offload().report();
+    trainer.evaluate(&window[..1])?;
+    Ok(StepPlan { memory: device.memory(), offload, flops })
+}
+
+/// The smallest budget, to 4 KiB, that a step runs in. Under the offload policy a small budget makes the runtime hold less
+/// ahead of need, so it can be far below the extent of a step that has room.
+///
+/// # Errors
+/// A configuration that cannot be.
+pub fn least_budget(shape: &StepShape, policy: Builtin, options: OffloadOptions) -> Result<usize> {
+    const STEP: usize = 4096;
+    let mut enough = plan(shape, policy, options, None)?.memory.extent_bytes.next_multiple_of(STEP);
+    let mut too_little = 0;
+    while enough - too_little > STEP {
+        let middle = ((enough + too_little) / 2).next_multiple_of(STEP);
+        match plan(shape, policy, options, Some(middle)) {
+            Ok(_) if middle < enough => enough = middle,
+            Ok(_) => break,
+            Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => too_little = middle,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(enough)
 }
 
 /// A setting that fits a budget.
@@ -69,8 +101,8 @@ pub struct Fit {
     pub batch: usize,
     /// Micro-batches of a window.
     pub accumulate: usize,
-    /// What it needs.
-    pub extent_bytes: usize,
+    /// The smallest budget that it runs in.
+    pub budget_bytes: usize,
 }
 
 /// The nearest setting to the one asked for that fits: first another policy, then smaller micro-batches of the same
@@ -79,14 +111,17 @@ pub struct Fit {
 /// # Errors
 /// A configuration that cannot be.
 pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: OffloadOptions) -> Result<Option<Fit>> {
-    let sizes = (0..).map(|i| shape.batch >> i).take_while(|&batch| batch >= 1);
-    for batch in sizes.filter(|batch| shape.batch % batch == 0) {
+    for batch in (1..=shape.batch).rev().filter(|batch| shape.batch.is_multiple_of(*batch)) {
         let accumulate = shape.accumulate * (shape.batch / batch);
         for policy in Builtin::ALL {
-            let plan = plan(&StepShape { batch, accumulate, ..*shape }, policy, options)?;
-            let extent_bytes = plan.memory.extent_bytes;
-            if extent_bytes <= budget_bytes {
-                return Ok(Some(Fit { policy, batch, accumulate, extent_bytes }));
+            let smaller = StepShape { batch, accumulate, ..*shape };
+            match plan(&smaller, policy, options, Some(budget_bytes)) {
+                Ok(_) => {
+                    let budget_bytes = least_budget(&smaller, policy, options)?;
+                    return Ok(Some(Fit { policy, batch, accumulate, budget_bytes }));
+                }
+                Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => {}
+                Err(error) => return Err(error),
             }
         }
     }

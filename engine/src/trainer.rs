@@ -87,10 +87,8 @@ pub struct Trainer {
     options: TrainerOptions,
     steps_done: u64,
     forwards_done: u64,
-    upload: Stream,
-    loss: Slice,
+    evaluator: Evaluator,
     results: HostBuffer,
-    staging: Vec<HostBuffer>,
 }
 
 impl Trainer {
@@ -108,10 +106,8 @@ impl Trainer {
             options,
             steps_done: 0,
             forwards_done: 0,
-            upload: engine.device().stream("upload"),
-            loss: scalar(engine, "loss")?,
+            evaluator: Evaluator::new(engine)?,
             results: engine.device().host_buffer(8, "results")?,
-            staging: Vec::new(),
         })
     }
 
@@ -176,7 +172,7 @@ impl Trainer {
         let rate = self.options.schedule.rate(step);
         self.optimizer.update(&self.engine, self.model.parameters(), rate, step)?;
         let norm = self.optimizer.norm().clone();
-        for (i, input) in [self.loss.clone(), norm].into_iter().enumerate() {
+        for (i, input) in [self.evaluator.loss.clone(), norm].into_iter().enumerate() {
             self.engine.submit(Op::CopyOut { input, out: self.results.part(4 * i..4 * i + 4)? })?;
         }
         let results = self.results.all().to_vec::<f32>()?;
@@ -194,12 +190,13 @@ impl Trainer {
         if let Some(gradients) = self.model.parameters().gradients() {
             self.engine.submit(Op::Fill { out: gradients.clone(), value: 0.0 })?;
         }
-        self.engine.submit(Op::Fill { out: self.loss.clone(), value: 0.0 })?;
+        self.engine.submit(Op::Fill { out: self.evaluator.loss.clone(), value: 0.0 })?;
         for batch in window {
-            let batch = self.upload(batch)?;
+            let batch = self.evaluator.upload(&self.engine, batch)?;
             self.forwards_done += 1;
             let mut tape = Tape::train(&self.engine, self.options.seed, self.forwards_done as u32);
-            let loss = self.model.loss(&mut tape, &batch, &LossInto { sum: self.loss.clone(), weight })?;
+            let loss =
+                self.model.loss(&mut tape, &batch, &LossInto { sum: self.evaluator.loss.clone(), weight })?;
             tape.backward(loss)?;
         }
         Ok(())
@@ -207,7 +204,7 @@ impl Trainer {
 
     /// The loss that the last window added up, one f32 on the device.
     pub fn loss_slice(&self) -> &Slice {
-        &self.loss
+        &self.evaluator.loss
     }
 
     /// Mean loss over the targets of some batches, without dropout, in nats.
@@ -215,27 +212,57 @@ impl Trainer {
     /// # Errors
     /// As for [`Trainer::step`].
     pub fn evaluate(&mut self, batches: &[Batch]) -> Result<f32> {
-        batches.iter().try_for_each(|batch| batch.check(self.model.config().vocabulary))?;
+        self.evaluator.evaluate(&self.engine, &self.model, batches)
+    }
+}
+
+/// Measures a model's loss. It holds what batches go to the device through.
+pub struct Evaluator {
+    upload: Stream,
+    staging: Vec<HostBuffer>,
+    loss: Slice,
+}
+
+impl Evaluator {
+    /// An evaluator on an engine's device.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn new(engine: &Engine) -> Result<Self> {
+        let upload = engine.device().stream("upload");
+        Ok(Evaluator { upload, staging: Vec::new(), loss: scalar(engine, "loss")? })
+    }
+
+    /// Mean loss over the targets of some batches, without dropout, in nats.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for batches without targets, or tokens outside of the vocabulary; the device's.
+    pub fn evaluate(&mut self, engine: &Engine, model: &Gpt2, batches: &[Batch]) -> Result<f32> {
+        batches.iter().try_for_each(|batch| batch.check(model.config().vocabulary))?;
         let targets: usize = batches.iter().map(Batch::target_count).sum();
-        let weight = 1.0 / targets.max(1) as f32;
-        self.engine.submit(Op::Fill { out: self.loss.clone(), value: 0.0 })?;
-        for batch in batches {
-            let batch = self.upload(batch)?;
-            let mut tape = Tape::eval(&self.engine);
-            self.model.loss(&mut tape, &batch, &LossInto { sum: self.loss.clone(), weight })?;
+        if targets == 0 {
+            let (expected, found) = ("batches with at least one target".to_string(), "none".to_string());
+            return Err(Error::Shape { op: "evaluate", expected, found });
         }
-        Ok(self.engine.compute().download::<f32>(&self.loss)?[0])
+        let weight = 1.0 / targets as f32;
+        engine.submit(Op::Fill { out: self.loss.clone(), value: 0.0 })?;
+        for batch in batches {
+            let batch = self.upload(engine, batch)?;
+            let mut tape = Tape::eval(engine);
+            model.loss(&mut tape, &batch, &LossInto { sum: self.loss.clone(), weight })?;
+        }
+        Ok(engine.compute().download::<f32>(&self.loss)?[0])
     }
 
     /// Sends a batch to the device on a stream of its own.
-    fn upload(&mut self, batch: &Batch) -> Result<TokenBatch> {
+    fn upload(&mut self, engine: &Engine, batch: &Batch) -> Result<TokenBatch> {
         let bytes = 4 * batch.tokens.len();
         if self.staging.first().is_none_or(|staging| staging.bytes() < bytes) {
-            let device = self.engine.device();
+            let device = engine.device();
             self.staging = vec![device.host_buffer(bytes, "tokens")?, device.host_buffer(bytes, "targets")?];
         }
         let send = |host: &HostBuffer, data: &[u8], dtype, name| -> Result<Slice> {
-            let out = self.engine.offload().alloc(batch.tokens.len(), dtype, Category::Staging, name)?;
+            let out = engine.offload().alloc(batch.tokens.len(), dtype, Category::Staging, name)?;
             let host = host.part(0..data.len())?;
             host.write(|bytes| bytes.copy_from_slice(data))?;
             self.upload.submit(Op::CopyIn { input: host, out: out.clone() })?;

@@ -1,0 +1,163 @@
+//! Writing with a model, one token after another.
+//!
+//! Every token runs the model over the whole context again: no keys or values are cached. At the sizes that are trained here
+//! a few hundred tokens take seconds; a server of models this is not.
+
+use ebbtide_kernels::Category;
+use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
+use rand_distr::{Distribution, StandardUniform};
+
+use crate::{Engine, Error, Result, Tape, TokenBatch, gpt2::Gpt2};
+
+/// How tokens are drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampleOptions {
+    /// How many.
+    pub tokens: usize,
+    /// Divides the logits: below 1 the likely become likelier; 0 takes the likeliest every time.
+    pub temperature: f32,
+    /// Only as many of the likeliest are drawn from; 0 for all.
+    pub top_k: usize,
+    /// The same seed draws the same tokens.
+    pub seed: u64,
+}
+
+impl SampleOptions {
+    /// Holds the numbers against what can be.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a temperature that is negative or not finite.
+    pub fn check(&self) -> Result<()> {
+        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
+            let expected = "a finite number of at least 0".to_string();
+            return Err(Error::Config {
+                field: "temperature",
+                expected,
+                found: self.temperature.to_string(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Goes on from a prompt, and gives the tokens that were drawn. `on_token` is told each; `false` from it ends the text.
+/// Of what is longer than the model's context, the last part counts.
+///
+/// # Errors
+/// [`Error::Shape`] for an empty prompt, a token outside of the vocabulary, or logits that are not finite; those of
+/// [`SampleOptions::check`]; the device's.
+pub fn generate(
+    engine: &Engine,
+    model: &Gpt2,
+    prompt: &[u32],
+    options: &SampleOptions,
+    on_token: &mut dyn FnMut(u32) -> bool,
+) -> Result<Vec<u32>> {
+    options.check()?;
+    let vocabulary = model.config().vocabulary;
+    let shape = |expected: String, found: String| Error::Shape { op: "generate", expected, found };
+    if prompt.is_empty() {
+        return Err(shape("a prompt of at least one token".to_string(), "none".to_string()));
+    }
+    if let Some(index) = prompt.iter().position(|&token| token as usize >= vocabulary) {
+        let expected = format!("tokens below the vocabulary's {vocabulary}");
+        return Err(shape(expected, format!("{} at index {index}", prompt[index])));
+    }
+    let mut random = ChaCha8Rng::seed_from_u64(options.seed);
+    let mut text = prompt.to_vec();
+    for _ in 0..options.tokens {
+        let start = text.len().saturating_sub(model.config().context);
+        let logits = next_logits(engine, model, &text[start..])?;
+        let draw: f64 = StandardUniform.sample(&mut random);
+        let token = choose(&logits, options, draw)
+            .ok_or_else(|| shape("finite logits".to_string(), "NaN or infinite ones".to_string()))?;
+        text.push(token);
+        if !on_token(token) {
+            break;
+        }
+    }
+    Ok(text.split_off(prompt.len()))
+}
+
+/// Logits of the token after `tokens`.
+fn next_logits(engine: &Engine, model: &Gpt2, tokens: &[u32]) -> Result<Vec<f32>> {
+    let context = tokens.len();
+    let tokens = engine.compute().upload(tokens, Category::Staging, "tokens")?;
+    let mut tape = Tape::eval(engine);
+    let hidden = model.hidden(&mut tape, &TokenBatch { tokens, targets: None, batch: 1, context })?;
+    let width = model.config().width;
+    let last = hidden.slice().part((context - 1) * width..context * width)?;
+    let last = tape.constant(last, &[1, width])?;
+    let logits = tape.logits(&last, &model.parameters().get("transformer.wte.weight")?)?;
+    Ok(engine.compute().download::<f32>(logits.slice())?)
+}
+
+/// The token that `draw`, in `[0, 1)`, falls on; `None` if the logits have no finite maximum.
+fn choose(logits: &[f32], options: &SampleOptions, draw: f64) -> Option<u32> {
+    // Likeliest first; of equals the lower id.
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    let best = f64::from(logits[*order.first()?]);
+    if !best.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
+        return None;
+    }
+    let candidates = match (options.temperature, options.top_k) {
+        (0.0, _) => 1,
+        (_, 0) => order.len(),
+        (_, top_k) => top_k.min(order.len()),
+    };
+    let weight = |&token: &usize| ((f64::from(logits[token]) - best) / f64::from(options.temperature)).exp();
+    let candidates = &order[..candidates];
+    let mut left = draw * candidates.iter().map(weight).sum::<f64>();
+    for token in candidates {
+        left -= weight(token);
+        if left < 0.0 {
+            return Some(*token as u32);
+        }
+    }
+    candidates.first().map(|&token| token as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(temperature: f32, top_k: usize) -> SampleOptions {
+        SampleOptions { tokens: 1, temperature, top_k, seed: 0 }
+    }
+
+    /// Share of evenly spread draws that fall on each token.
+    fn shares(logits: &[f32], options: &SampleOptions) -> Vec<f64> {
+        const DRAWS: usize = 10_000;
+        let mut shares = vec![0.0; logits.len()];
+        for i in 0..DRAWS {
+            let token = choose(logits, options, (i as f64 + 0.5) / DRAWS as f64).unwrap();
+            shares[token as usize] += 1.0 / DRAWS as f64;
+        }
+        shares
+    }
+
+    #[test]
+    fn draws_follow_the_softmax() {
+        let logits = [1.0, 3.0, 2.0, f32::NEG_INFINITY];
+        for temperature in [0.5, 1.0, 2.0] {
+            let weights: Vec<f64> = logits.iter().map(|&l| f64::from(l / temperature).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            for (share, weight) in shares(&logits, &options(temperature, 0)).iter().zip(weights) {
+                // Evenly spread draws miss each border by at most one, and there are two.
+                assert!((share - weight / total).abs() <= 2e-4);
+            }
+        }
+    }
+
+    #[test]
+    fn top_k_leaves_out_the_rest_and_zero_temperature_all_but_one() {
+        let logits = [1.0, 3.0, 3.0, 0.0];
+        let of_two = shares(&logits, &options(1.0, 2));
+        assert!(
+            (of_two[1] - 0.5).abs() < 1e-3 && (of_two[2] - 0.5).abs() < 1e-3 && of_two[0] + of_two[3] == 0.0
+        );
+        assert_eq!(choose(&logits, &options(0.0, 0), 0.99), Some(1));
+        assert_eq!(choose(&[f32::NAN, 1.0], &options(1.0, 0), 0.5), None);
+    }
+}
