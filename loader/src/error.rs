@@ -1,0 +1,209 @@
+//! What can go wrong with a dataset.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Result of the loader.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of the loader. Fields hold the facts; the message names them all.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum Error {
+    /// A token file cannot be opened: it is missing, say, or may not be read.
+    #[error("{}: cannot open the token file: {cause}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        cause: Arc<io::Error>,
+    },
+    /// A path leads to something that is no regular file.
+    #[error("{}: expected a file of tokens, found {found}", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+        /// What is there.
+        found: &'static str,
+    },
+    /// A token file ends in the middle of a token.
+    #[error("{}: expected two bytes a token, found an odd length of {bytes} bytes", path.display())]
+    OddLength {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        bytes: u64,
+    },
+    /// A token file without tokens: none was found, or none was written.
+    #[error("{}: expected at least one token, found none", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A token file is shorter than it was when it was opened.
+    #[error(
+        "{}: cut short since it was opened: expected {expected} bytes at byte offset {offset}, found {found}",
+        path.display()
+    )]
+    CutShort {
+        /// The file.
+        path: PathBuf,
+        /// Where the read began, in bytes.
+        offset: u64,
+        /// The bytes to read.
+        expected: u64,
+        /// The bytes that were there.
+        found: u64,
+    },
+    /// The system failed to read a token file.
+    #[error("{}: cannot read {expected} bytes at byte offset {offset}: {cause}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Where the read began, in bytes.
+        offset: u64,
+        /// The bytes to read.
+        expected: u64,
+        /// What the system said.
+        cause: Arc<io::Error>,
+    },
+    /// A token id lies outside of the vocabulary.
+    #[error(
+        "{}: token {index} at byte offset {offset} is {value}, expected less than the vocabulary of {vocabulary}",
+        path.display()
+    )]
+    BadToken {
+        /// The file.
+        path: PathBuf,
+        /// The token's index in the file.
+        index: u64,
+        /// Its place in bytes.
+        offset: u64,
+        /// Its id.
+        value: u16,
+        /// The vocabulary's size.
+        vocabulary: usize,
+    },
+    /// A range of tokens is reversed or reaches beyond its file.
+    #[error("{}: tokens {start}..{end} lie outside of the file's {tokens}", path.display())]
+    OutOfRange {
+        /// The file.
+        path: PathBuf,
+        /// The first token.
+        start: u64,
+        /// One past the last.
+        end: u64,
+        /// The tokens of the file.
+        tokens: u64,
+    },
+    /// A range has too few tokens for one window.
+    #[error(
+        "{}: the {part} (tokens {start}..{end} of {tokens}) has {found} tokens, a window needs {needed}: \
+         a context of {context} and the token after it",
+        path.display()
+    )]
+    TooShort {
+        /// The file.
+        path: PathBuf,
+        /// What the range is: "training part", say.
+        part: &'static str,
+        /// The range's first token.
+        start: u64,
+        /// One past its last.
+        end: u64,
+        /// The tokens of the file.
+        tokens: u64,
+        /// The tokens of the range.
+        found: u64,
+        /// The tokens of one window.
+        needed: u64,
+        /// The context.
+        context: usize,
+    },
+    /// A context of no tokens.
+    #[error("{}: expected a context of at least one token, found 0", path.display())]
+    BadContext {
+        /// The file.
+        path: PathBuf,
+    },
+    /// An index beyond the last window.
+    #[error("{}: expected the index of one of {count} windows, found {index}", path.display())]
+    NoSuchWindow {
+        /// The file.
+        path: PathBuf,
+        /// The index.
+        index: u64,
+        /// The windows there are.
+        count: u64,
+    },
+    /// A slice to read a window into is not as long as the context.
+    #[error("`{slice}` should have the context's {expected} elements, has {found}")]
+    BadSlice {
+        /// The slice's name.
+        slice: &'static str,
+        /// The context.
+        expected: usize,
+        /// The slice's length.
+        found: usize,
+    },
+    /// A validation fraction outside of `[0, 1)`.
+    #[error("expected a validation fraction of at least 0 and below 1, found {fraction}")]
+    BadFraction {
+        /// The fraction.
+        fraction: f64,
+    },
+    /// A batch of no samples, or of more bytes than can be addressed.
+    #[error(
+        "expected a batch of at least one sample whose bytes can be addressed, found {batch} of {context} tokens"
+    )]
+    BadBatch {
+        /// The samples of a batch.
+        batch: usize,
+        /// The context.
+        context: usize,
+    },
+    /// Samples are counted in 64 bits, and the count ran out.
+    #[error("expected a position below 2^64 after a batch of {batch}, found {position} before it")]
+    BadPosition {
+        /// Samples before the batch.
+        position: u64,
+        /// Samples of the batch.
+        batch: usize,
+    },
+    /// There is no memory for a batch.
+    #[error("no memory for a batch of {bytes} bytes")]
+    NoMemory {
+        /// The batch's bytes.
+        bytes: usize,
+    },
+    /// The threads that read ahead cannot be started.
+    #[error("cannot start reading ahead: {cause}")]
+    Start {
+        /// What the system said.
+        cause: Arc<io::Error>,
+    },
+    /// Reading ahead ended without an error of its own.
+    #[error("reading ahead of `{}` has stopped", path.display())]
+    Stopped {
+        /// The file.
+        path: PathBuf,
+    },
+    /// There is already something at the path of a file to write.
+    #[error("{}: exists already, and is not overwritten", path.display())]
+    Exists {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A token file cannot be written: the disk is full, say.
+    #[error("{}: cannot {action} after {tokens} tokens: {cause}", path.display())]
+    Write {
+        /// The file that was to be.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// The tokens accepted before.
+        tokens: u64,
+        /// What the system said.
+        cause: Arc<io::Error>,
+    },
+}

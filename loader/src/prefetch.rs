@@ -1,0 +1,376 @@
+//! Batches read ahead of the training loop.
+//!
+//! One reader runs on a blocking thread of a tokio runtime that the prefetcher owns. It reads whole batches in the order
+//! of the sampler, puts them into a bounded queue, and rests while the queue is full. A mutex and a condition variable
+//! join it to the caller rather than a channel of tokio's, whose blocking calls panic inside of another runtime.
+//!
+//! Before a batch is read, the kernel is told of the windows of the one after it, so that a slow disk works on many
+//! windows at a time although they are read one by one.
+//!
+//! Costs: the batches ahead, within both bounds of [`PrefetchOptions`], and one buffer between its return and its next use.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::runtime::{Builder, Runtime};
+
+use crate::{Error, Result, Sampler};
+
+/// Bytes of one token in a batch: its input and its target.
+const TOKEN_BYTES: usize = size_of::<u32>() + size_of::<i32>();
+/// The most windows of one batch that the kernel is told of. No disk works on more at a time.
+const ADVISED_WINDOWS: u64 = 1024;
+
+/// A batch on the host.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenBatch {
+    /// Inputs, `[batch, context]`.
+    pub tokens: Vec<u32>,
+    /// Targets, `[batch, context]`: for each input the token after it.
+    pub targets: Vec<i32>,
+    /// Samples.
+    pub batch: usize,
+    /// Tokens of a sample.
+    pub context: usize,
+    /// Samples delivered once this batch is used: where a run that is saved after it goes on.
+    pub position: u64,
+}
+
+/// How far to read ahead. Both bounds hold, but at least one batch is always read ahead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefetchOptions {
+    /// The most batches, 4 by default.
+    pub batches: usize,
+    /// The most bytes of all of them, 64 MiB by default. A token of a batch takes eight.
+    pub bytes: usize,
+}
+
+impl Default for PrefetchOptions {
+    fn default() -> Self {
+        Self { batches: 4, bytes: 64 << 20 }
+    }
+}
+
+/// Reads batches ahead on a background thread, in exactly the order of its [`Sampler`].
+///
+/// It may be used anywhere, inside of a tokio runtime too, where it blocks the thread that calls. Dropping it waits for the
+/// read of at most one window and ends the thread.
+#[derive(Debug)]
+pub struct Prefetcher {
+    shared: Arc<Shared>,
+    /// Taken when dropped.
+    runtime: Option<Runtime>,
+    failed: Option<Error>,
+    waited: Duration,
+}
+
+impl Prefetcher {
+    /// Begins to read batches of `batch` samples, the first of them sample `position`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadBatch`] if `batch` is 0 or its bytes cannot be addressed, and [`Error::Start`] if the system cannot start
+    /// the runtime.
+    pub fn new(sampler: Sampler, batch: usize, position: u64, options: PrefetchOptions) -> Result<Self> {
+        let context = sampler.windows().context();
+        let bytes = context.checked_mul(batch).and_then(|tokens| tokens.checked_mul(TOKEN_BYTES));
+        let batch_bytes = bytes.filter(|&bytes| bytes > 0).ok_or(Error::BadBatch { batch, context })?;
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            stop: AtomicBool::new(false),
+            limit: options.batches.min(options.bytes / batch_bytes).max(1),
+            sampler,
+            batch,
+        });
+        // No future ever runs here: only the blocking thread is wanted, so the scheduler needs no thread of its own.
+        let runtime = Builder::new_current_thread()
+            .max_blocking_threads(1)
+            .thread_name("ebbtide-loader")
+            .build()
+            .map_err(|cause| Error::Start { cause: Arc::new(cause) })?;
+        let reader = Reader { shared: shared.clone(), position };
+        runtime.spawn_blocking(move || reader.run());
+        Ok(Self { shared, runtime: Some(runtime), failed: None, waited: Duration::ZERO })
+    }
+
+    /// The next batch; blocks until it is read.
+    ///
+    /// # Errors
+    ///
+    /// The errors of [`Windows::read`](crate::Windows::read), after all batches before the bad one; [`Error::NoMemory`] if a
+    /// batch cannot be allocated; [`Error::BadPosition`] if the count of samples leaves 64 bits. After an error every call
+    /// gives that error again.
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "an iterator of results would invite `collect` on an endless one"
+    )]
+    pub fn next(&mut self) -> Result<TokenBatch> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let mut state = self.shared.lock();
+        if state.ready.is_empty() {
+            let began = Instant::now();
+            state = self.shared.wait_while(state, |state| state.ready.is_empty() && !state.finished);
+            self.waited += began.elapsed();
+        }
+        let next = state.ready.pop_front().unwrap_or_else(|| Err(self.shared.stopped()));
+        drop(state);
+        self.shared.changed.notify_all();
+        self.failed = next.as_ref().err().cloned();
+        next
+    }
+
+    /// Gives a batch back, so that its buffers are used again. One of another shape is dropped.
+    pub fn recycle(&mut self, batch: TokenBatch) {
+        let mut state = self.shared.lock();
+        // One more than the queue holds: the buffer that goes round between the caller and the reader.
+        let buffers = state.ready.len() + usize::from(state.reading) + state.spare.len();
+        if self.shared.fits(&batch) && buffers <= self.shared.limit {
+            state.spare.push(batch);
+        }
+    }
+
+    /// Seconds that [`next`](Self::next) stood waiting, in total. Near 0 if reading keeps up.
+    pub fn wait_seconds(&self) -> f64 {
+        self.waited.as_secs_f64()
+    }
+}
+
+impl Drop for Prefetcher {
+    fn drop(&mut self) {
+        let state = self.shared.lock();
+        // Set under the lock, or the reader could miss it between its check and its sleep.
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.changed.notify_all();
+        drop(self.shared.wait_while(state, |state| !state.finished));
+        // The reader is done. Other ways to end a runtime panic inside of another one.
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// What the caller and the reader share.
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    stop: AtomicBool,
+    /// The most batches ahead, the one being read included.
+    limit: usize,
+    sampler: Sampler,
+    batch: usize,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    ready: VecDeque<Result<TokenBatch>>,
+    spare: Vec<TokenBatch>,
+    /// A batch is being read.
+    reading: bool,
+    /// The reader has ended.
+    finished: bool,
+    /// The reader has found the queue full and sleeps.
+    #[cfg(test)]
+    resting: bool,
+}
+
+impl Shared {
+    /// The state. A panic elsewhere leaves it whole, since nothing can panic between two of its changes.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait_while<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        condition: impl FnMut(&mut State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        self.changed.wait_while(state, condition).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn stopped(&self) -> Error {
+        Error::Stopped { path: self.sampler.windows().file().path().to_path_buf() }
+    }
+
+    /// Tokens of a batch.
+    fn tokens(&self) -> usize {
+        self.batch * self.sampler.windows().context()
+    }
+
+    /// Whether a batch has the shape of this prefetcher's, so that its buffers need no change.
+    fn fits(&self, batch: &TokenBatch) -> bool {
+        [batch.tokens.len(), batch.targets.len()] == [self.tokens(); 2]
+    }
+}
+
+/// The background side.
+struct Reader {
+    shared: Arc<Shared>,
+    position: u64,
+}
+
+impl Reader {
+    fn run(mut self) {
+        self.advise(self.position);
+        while let Some(buffer) = self.wait_for_room() {
+            let read = self.read(buffer);
+            let failed = read.is_err();
+            let mut state = self.shared.lock();
+            state.reading = false;
+            state.ready.push_back(read);
+            drop(state);
+            self.shared.changed.notify_all();
+            if failed {
+                return;
+            }
+        }
+    }
+
+    /// Sleeps until there is room for a batch: a buffer for it, or `None` when it is time to stop.
+    fn wait_for_room(&self) -> Option<TokenBatch> {
+        let mut state = self.shared.wait_while(self.shared.lock(), |state| {
+            let full = state.ready.len() >= self.shared.limit && !self.shared.stopping();
+            #[cfg(test)]
+            {
+                state.resting = full;
+                self.shared.changed.notify_all();
+            }
+            full
+        });
+        if self.shared.stopping() {
+            return None;
+        }
+        state.reading = true;
+        Some(state.spare.pop().unwrap_or_default())
+    }
+
+    /// Reads the batch at the position into a buffer, and moves on.
+    fn read(&mut self, mut out: TokenBatch) -> Result<TokenBatch> {
+        let (windows, batch) = (self.shared.sampler.windows(), self.shared.batch);
+        let context = windows.context();
+        let position = self.position.checked_add(batch as u64);
+        let position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
+        self.advise(position);
+        let tokens = self.shared.tokens();
+        let reserved = out.tokens.try_reserve_exact(tokens.saturating_sub(out.tokens.len()));
+        reserved
+            .and_then(|()| out.targets.try_reserve_exact(tokens.saturating_sub(out.targets.len())))
+            .map_err(|_| Error::NoMemory { bytes: tokens * TOKEN_BYTES })?;
+        out.tokens.resize(tokens, 0);
+        out.targets.resize(tokens, 0);
+        let slots = out.tokens.chunks_exact_mut(context).zip(out.targets.chunks_exact_mut(context));
+        for (sample, (inputs, targets)) in (self.position..position).zip(slots) {
+            if self.shared.stopping() {
+                return Err(self.shared.stopped());
+            }
+            windows.read(self.shared.sampler.window_at(sample), inputs, targets)?;
+        }
+        self.position = position;
+        Ok(TokenBatch { batch, context, position, ..out })
+    }
+
+    /// Tells the kernel of the first windows of the batch at `position`.
+    fn advise(&self, position: u64) {
+        let sampler = &self.shared.sampler;
+        let count = (self.shared.batch as u64).min(ADVISED_WINDOWS);
+        for sample in position..position.saturating_add(count) {
+            sampler.windows().advise(sampler.window_at(sample));
+        }
+    }
+}
+
+impl Drop for Reader {
+    /// However the reader ends, nobody waits for it any longer.
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.reading = false;
+        state.finished = true;
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+    use crate::{TokenFile, Windows};
+
+    fn sampler(folder: &Path) -> Sampler {
+        let path = folder.join("t.bin");
+        let bytes: Vec<u8> = (0..201u16).flat_map(u16::to_le_bytes).collect();
+        fs::write(&path, bytes).unwrap();
+        let file = TokenFile::open(&path).unwrap();
+        Sampler::new(Windows::new(&file, 0..201, 4).unwrap(), 1)
+    }
+
+    /// The batches ahead once the reader rests, or has ended.
+    fn ahead(batches: &Prefetcher) -> usize {
+        let shared = &batches.shared;
+        let mut state = shared.lock();
+        // The last rest does not count: the reader looks again, and says so.
+        state.resting = false;
+        shared.changed.notify_all();
+        shared.wait_while(state, |state| !state.resting && !state.finished).ready.len()
+    }
+
+    #[test]
+    fn both_bounds_hold_and_one_batch_is_always_ahead() {
+        let folder = tempfile::tempdir().unwrap();
+        let sampler = sampler(folder.path());
+        // A batch of 3 samples of 4 tokens takes 96 bytes.
+        for (batches, bytes, expected) in
+            [(4, usize::MAX, 4), (100, 2 * 96, 2), (100, 3 * 96 - 1, 2), (0, 1000, 1), (5, 0, 1), (1, 96, 1)]
+        {
+            let options = PrefetchOptions { batches, bytes };
+            let mut prefetcher = Prefetcher::new(sampler.clone(), 3, 0, options).unwrap();
+            for _ in 0..5 {
+                assert_eq!(ahead(&prefetcher), expected, "{options:?}");
+                prefetcher.next().unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn buffers_go_round() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = PrefetchOptions { batches: 2, ..Default::default() };
+        let mut batches = Prefetcher::new(sampler(folder.path()), 3, 0, options).unwrap();
+        let mut seen = std::collections::HashSet::new();
+        for _ in 0..20 {
+            let batch = batches.next().unwrap();
+            seen.insert(batch.tokens.as_ptr() as usize);
+            batches.recycle(batch);
+        }
+        // Two ahead and one in hand.
+        assert!(seen.len() <= 3, "{}", seen.len());
+        // More than can be used is dropped.
+        ahead(&batches);
+        for _ in 0..10 {
+            batches.recycle(TokenBatch { tokens: vec![0; 12], targets: vec![0; 12], ..Default::default() });
+        }
+        batches.recycle(TokenBatch::default());
+        assert_eq!(batches.shared.lock().spare.len(), 1);
+    }
+
+    #[test]
+    fn a_reader_that_dies_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut batches = Prefetcher::new(sampler(folder.path()), 3, 0, PrefetchOptions::default()).unwrap();
+        batches.shared.stop.store(true, Ordering::Relaxed);
+        batches.shared.changed.notify_all();
+        let error = (0..100).find_map(|_| batches.next().err()).unwrap();
+        assert!(matches!(error, Error::Stopped { .. }), "{error}");
+    }
+}
