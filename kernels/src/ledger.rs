@@ -66,6 +66,8 @@ pub struct MemoryReport {
     pub extent_bytes: usize,
     /// The budget; `None` if only the machine limits it.
     pub budget_bytes: Option<usize>,
+    /// Allocations so far.
+    pub allocations: u64,
     /// Host memory reserved for transfers, now.
     pub host_bytes: usize,
     /// Host memory reserved for transfers, at most.
@@ -97,6 +99,7 @@ impl Ledger {
     pub(crate) fn add(&mut self, id: u64, name: &str, category: Category, bytes: usize) {
         self.live.insert(id, (name.to_string(), category, bytes));
         let report = &mut self.report;
+        report.allocations += 1;
         let i = category.index();
         report.current[i] += bytes;
         report.peak[i] = report.peak[i].max(report.current[i]);

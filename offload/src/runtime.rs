@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-use ebbtide_kernels::{Category, DType, Device, Error, Op, Result, Slice, Stream};
+use ebbtide_kernels::{Category, DType, Device, Error, Op, OutOfMemory, Result, Slice, Stream};
 
 use crate::{
     host_pool::{HostPool, HostSlot},
@@ -240,7 +240,9 @@ impl Offload {
     /// [`Error::OutOfMemory`] if that does not suffice.
     pub fn alloc(&self, len: usize, dtype: DType, category: Category, name: &str) -> Result<Slice> {
         match self.0.device.alloc(len, dtype, category, name) {
-            Err(Error::OutOfMemory(_)) => self.alloc_relieved(&mut self.lock(), len, dtype, category, name),
+            Err(Error::OutOfMemory(facts)) => {
+                self.alloc_relieved(&mut self.lock(), facts, len, dtype, category, name)
+            }
             other => other,
         }
     }
@@ -315,9 +317,9 @@ impl Offload {
     /// A copy back that must happen: makes room if need be.
     fn copy_back(&self, state: &mut State, entry: &Entry, slot: &HostSlot) -> Result<Slice> {
         match self.start_copy_back(state, entry, slot) {
-            Err(Error::OutOfMemory(_)) => {
+            Err(Error::OutOfMemory(facts)) => {
                 let category = Category::Activations;
-                let slice = self.alloc_relieved(state, entry.len, entry.dtype, category, &entry.name)?;
+                let slice = self.alloc_relieved(state, facts, entry.len, entry.dtype, category, &entry.name)?;
                 self.submit_copy_back(state, slot, slice)
             }
             other => other,
@@ -335,25 +337,24 @@ impl Offload {
         Ok(slice)
     }
 
+    /// An allocation that failed, tried again as copies are given up one by one.
     fn alloc_relieved(
         &self,
         state: &mut State,
+        mut facts: OutOfMemory,
         len: usize,
         dtype: DType,
         category: Category,
         name: &str,
     ) -> Result<Slice> {
-        loop {
+        while state.relieve() {
+            state.report.relieved += 1;
             match self.0.device.alloc(len, dtype, category, name) {
-                Err(Error::OutOfMemory(facts)) => {
-                    if !state.relieve() {
-                        return Err(Error::OutOfMemory(facts));
-                    }
-                    state.report.relieved += 1;
-                }
+                Err(Error::OutOfMemory(again)) => facts = again,
                 other => return other,
             }
         }
+        Err(Error::OutOfMemory(facts))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

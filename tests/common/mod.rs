@@ -1,0 +1,129 @@
+//! What the whole-system tests share: small models, random batches, and training under any policy.
+#![allow(dead_code, unreachable_pub)] // Each test uses its part.
+
+use ebbtide::{
+    engine::{
+        Batch, Engine, Trainer, TrainerOptions,
+        gpt2::{Gpt2, Gpt2Config},
+        optimizer::{AdamWOptions, Schedule},
+    },
+    kernels::{Device, Result},
+    offload::{Activation, OffloadOptions, Placement, Policy, Role, SegmentPlan},
+};
+use proptest::prelude::*;
+
+/// A small GPT of any shape.
+pub fn configs() -> impl Strategy<Value = Gpt2Config> {
+    (2usize..40, 1usize..24, 1usize..4, 1usize..9, 1usize..4, any::<bool>(), any::<bool>()).prop_map(
+        |(vocabulary, context, heads, head_size, layers, drops, exact_gelu)| Gpt2Config {
+            vocabulary,
+            context,
+            width: heads * head_size,
+            layers,
+            heads,
+            dropout: if drops { 0.1 } else { 0.0 },
+            exact_gelu,
+            epsilon: 1e-5,
+        },
+    )
+}
+
+/// A model that is large enough to matter and quick enough to test with.
+pub fn small(dropout: f32) -> Gpt2Config {
+    Gpt2Config {
+        vocabulary: 61,
+        context: 16,
+        width: 24,
+        layers: 3,
+        heads: 4,
+        dropout,
+        exact_gelu: false,
+        epsilon: 1e-5,
+    }
+}
+
+/// Random tokens and targets, some of which are ignored; the first never is.
+pub fn batch(config: &Gpt2Config, sequences: usize, context: usize, seed: u64) -> Batch {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let len = sequences * context;
+    let vocabulary = config.vocabulary as u32;
+    let tokens = (0..len).map(|_| random.u32(..vocabulary)).collect();
+    let target = |i: usize| if i > 0 && random.u8(..5) == 0 { -100 } else { random.u32(..vocabulary) as i32 };
+    Batch { tokens, targets: (0..len).map(target).collect(), batch: sequences, context }
+}
+
+/// Nothing is too small to leave, and next to nothing is held ahead of need.
+pub fn tiny_windows() -> OffloadOptions {
+    OffloadOptions { in_flight_bytes: 64, prefetch_bytes: 256, min_bytes: 0 }
+}
+
+pub fn trainer_on(
+    device: &Device,
+    policy: Box<dyn Policy>,
+    options: OffloadOptions,
+    config: Gpt2Config,
+) -> ebbtide::engine::Result<Trainer> {
+    let engine = Engine::new(device, policy, options)?;
+    let model = Gpt2::new(&engine, config, 11, true)?;
+    let schedule = Schedule { peak: 1e-2, floor: 1e-3, warmup_steps: 2, decay_steps: 12 };
+    Trainer::new(&engine, model, TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5 })
+}
+
+/// All that training leaves, as bits: losses, then gradients, then weights.
+pub fn bits(trainer: &mut Trainer, windows: &[Vec<Batch>]) -> ebbtide::engine::Result<Vec<Vec<u32>>> {
+    let mut losses = Vec::new();
+    for window in windows {
+        let report = trainer.step(window)?;
+        losses.push(report.loss.to_bits());
+        losses.push(report.gradient_norm.to_bits());
+    }
+    let parameters = trainer.model().parameters();
+    let gradients = parameters.gradients().unwrap().clone();
+    let slices = [gradients, parameters.weights().clone()];
+    let mut all = vec![losses];
+    for slice in slices {
+        all.push(trainer.engine().compute().download::<f32>(&slice)?.iter().map(|x| x.to_bits()).collect());
+    }
+    Ok(all)
+}
+
+/// A policy that decides by a hash of the name: any mix of all there is.
+pub struct Mixed(pub u64);
+
+impl Mixed {
+    fn draw(&self, name: &str) -> u64 {
+        name.bytes().fold(self.0 ^ 0xCBF2_9CE4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3)
+        }) >> 20
+    }
+}
+
+impl Policy for Mixed {
+    fn activation(&self, activation: &Activation<'_>) -> Placement {
+        let choices: &[Placement] = match activation.rerun {
+            true => &[Placement::Keep, Placement::Offload, Placement::Rerun],
+            false => &[Placement::Keep, Placement::Offload],
+        };
+        match activation.role {
+            Role::Statistic => Placement::Keep,
+            _ => choices[(self.draw(activation.name) % choices.len() as u64) as usize],
+        }
+    }
+    fn segment(&self, name: &str) -> SegmentPlan {
+        if self.draw(name) % 2 == 0 { SegmentPlan::Run } else { SegmentPlan::Recompute }
+    }
+}
+
+/// A device that must start.
+pub fn cpu() -> Device {
+    Device::cpu().unwrap()
+}
+
+/// A device's error, out of the engine's.
+pub fn device_error<T>(result: ebbtide::engine::Result<T>) -> Result<T> {
+    match result {
+        Ok(value) => Ok(value),
+        Err(ebbtide::engine::Error::Device(error)) => Err(error),
+        Err(error) => panic!("not the device's: {error}"),
+    }
+}
