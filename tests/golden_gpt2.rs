@@ -36,8 +36,10 @@ struct Case {
 fn cases() -> Vec<Case> {
     let root = std::env::var_os("EBBTIDE_GOLDEN_DIR")
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from);
-    let mut folders: Vec<PathBuf> =
-        fs::read_dir(&root).unwrap_or_else(|e| panic!("{}: {e}", root.display())).map(|e| e.unwrap().path()).collect();
+    let mut folders: Vec<PathBuf> = fs::read_dir(&root)
+        .unwrap_or_else(|e| panic!("{}: {e}", root.display()))
+        .map(|e| e.unwrap().path())
+        .collect();
     folders.sort();
     let cases: Vec<Case> = folders.into_iter().filter_map(case).collect();
     assert!(!cases.is_empty(), "no GPT-2 case in {}", root.display());
@@ -82,7 +84,8 @@ fn case(folder: PathBuf) -> Option<Case> {
 
 fn floats(bytes: &[u8]) -> Tensors {
     let tensors = SafeTensors::deserialize(bytes).unwrap();
-    let float = |data: &[u8]| data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    let float =
+        |data: &[u8]| data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     tensors.iter().map(|(name, t)| (name.to_string(), (t.shape().to_vec(), float(t.data())))).collect()
 }
 
@@ -97,15 +100,23 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 
 fn close(case: &Case, what: &str, found: &[f32], expected: &[f32], tolerance: f64) {
     let distance = distance(found, expected);
-    assert!(distance <= tolerance, "{}: {what} is {distance:.2e} off, over {tolerance:.0e}", case.folder.display());
+    assert!(
+        distance <= tolerance,
+        "{}: {what} is {distance:.2e} off, over {tolerance:.0e}",
+        case.folder.display()
+    );
 }
 
 fn trainer(case: &Case, policy: Builtin) -> Trainer {
-    let engine =
-        Engine::new(&Device::cpu().unwrap(), policy.policy(), OffloadOptions { min_bytes: 0, ..Default::default() })
-            .unwrap();
+    let engine = Engine::new(
+        &Device::cpu().unwrap(),
+        policy.policy(),
+        OffloadOptions { min_bytes: 0, ..Default::default() },
+    )
+    .unwrap();
     let model = Gpt2::new(&engine, case.config, 0, true).unwrap();
-    hugging_face::load_weights(&engine, model.parameters(), &case.folder.join("weights.safetensors")).unwrap();
+    hugging_face::load_weights(&engine, model.parameters(), &case.folder.join("weights.safetensors"))
+        .unwrap();
     let settings = &case.meta["optimizer"];
     assert_eq!(settings["kind"], "AdamW");
     let float = |value: &Value| value.as_f64().unwrap() as f32;
@@ -139,9 +150,9 @@ fn golden_gpt2_logits() {
     for case in cases() {
         let trainer = trainer(&case, Builtin::Keep);
         let engine = trainer.engine();
-        let tokens =
-            engine.compute().upload(&case.batch.tokens, Category::Staging, "tokens").unwrap();
-        let batch = TokenBatch { tokens, targets: None, batch: case.batch.batch, context: case.batch.context };
+        let tokens = engine.compute().upload(&case.batch.tokens, Category::Staging, "tokens").unwrap();
+        let batch =
+            TokenBatch { tokens, targets: None, batch: case.batch.batch, context: case.batch.context };
         let mut tape = Tape::eval(engine);
         let logits = trainer.model().logits(&mut tape, &batch).unwrap();
         let (shape, expected) = &case.expected["logits"];
@@ -176,7 +187,13 @@ fn golden_gpt2_training() {
             for (loss, norm) in losses.iter().zip(norms) {
                 let report = trainer.step(std::slice::from_ref(&case.batch)).unwrap();
                 close(&case, "the loss", &[report.loss], &[loss.as_f64().unwrap() as f32], TOLERANCE);
-                close(&case, "the norm", &[report.gradient_norm], &[norm.as_f64().unwrap() as f32], TOLERANCE);
+                close(
+                    &case,
+                    "the norm",
+                    &[report.gradient_norm],
+                    &[norm.as_f64().unwrap() as f32],
+                    TOLERANCE,
+                );
             }
             let weights = trainer.model().parameters().weights().clone();
             let weights = trainer.engine().compute().download::<f32>(&weights).unwrap();

@@ -104,15 +104,16 @@ fn every_fault_is_an_error_that_leaves_nothing() {
     for policy in Builtin::ALL {
         let run = |options: SimOptions| {
             let device = Device::sim(options).unwrap();
-            let result = trainer_on(&device, policy.policy(), tiny_windows(), config).and_then(|mut trainer| {
-                let first = trainer.step(&window);
-                assert_eq!(trainer.engine().offload().live(), 0, "{policy}");
-                // One fault is one failure: the device is whole again.
-                if first.is_err() {
-                    trainer.step(&window).unwrap();
-                }
-                first
-            });
+            let result =
+                trainer_on(&device, policy.policy(), tiny_windows(), config).and_then(|mut trainer| {
+                    let first = trainer.step(&window);
+                    assert_eq!(trainer.engine().offload().live(), 0, "{policy}");
+                    // One fault is one failure: the device is whole again.
+                    if first.is_err() {
+                        trainer.step(&window).unwrap();
+                    }
+                    first
+                });
             // A fault while the trainer was made has not been taken yet.
             let rest = device.synchronize();
             assert_eq!(device.memory().current_bytes, 0, "{policy}: something was left behind");
@@ -130,7 +131,9 @@ fn every_fault_is_an_error_that_leaves_nothing() {
                     failed += 1;
                 }
                 // The runtime gave up a copy that it held without need, and tried again.
-                relieved => assert!(policy == Builtin::Offload && relieved == expected, "{policy}: {relieved:?}"),
+                relieved => {
+                    assert!(policy == Builtin::Offload && relieved == expected, "{policy}: {relieved:?}")
+                }
             }
         }
         assert!(failed > 20, "{policy}: {failed} of {allocations} allocations");

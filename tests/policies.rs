@@ -4,7 +4,11 @@ mod common;
 
 use common::{Mixed, batch, bits, configs, cpu, small, tiny_windows, trainer_on};
 use ebbtide::{
-    engine::{Batch, gpt2::Gpt2Config, plan::{StepShape, plan}},
+    engine::{
+        Batch,
+        gpt2::Gpt2Config,
+        plan::{StepShape, plan},
+    },
     kernels::{CpuOptions, Device, SimOptions},
     offload::{OffloadOptions, Policy, policy::Builtin},
 };
@@ -88,7 +92,8 @@ fn accumulation_weighs_targets_not_batches() {
     parts[2].targets[1..].fill(-100);
     whole.targets[2 * 8 * 16 + 1..3 * 8 * 16].fill(-100);
     let gradients = |window: &[Batch]| {
-        let mut trainer = trainer_on(&cpu(), Builtin::Keep.policy(), OffloadOptions::default(), config).unwrap();
+        let mut trainer =
+            trainer_on(&cpu(), Builtin::Keep.policy(), OffloadOptions::default(), config).unwrap();
         let loss = trainer.step(window).unwrap().loss;
         let gradients = trainer.model().parameters().gradients().unwrap().clone();
         (loss, trainer.engine().compute().download::<f32>(&gradients).unwrap())
@@ -97,7 +102,8 @@ fn accumulation_weighs_targets_not_batches() {
     let (loss_of_parts, found) = gradients(&parts);
     // Sums of 512 products in two orders: √512 · 2^-24 relative, with room for what cancels.
     assert!((loss - loss_of_parts).abs() <= 1e-6 * loss, "{loss} and {loss_of_parts}");
-    let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let norm =
+        |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
     let difference = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
     assert!(difference <= 1e-5 * norm(&mut expected.iter().copied()), "{difference}");
 }
@@ -105,7 +111,10 @@ fn accumulation_weighs_targets_not_batches() {
 /// A forward pass that nobody takes back leaves nothing.
 #[test]
 fn an_abandoned_step_leaves_nothing() {
-    use ebbtide::{engine::{LossInto, Tape, TokenBatch}, kernels::{Category, DType, Op}};
+    use ebbtide::{
+        engine::{LossInto, Tape, TokenBatch},
+        kernels::{Category, DType, Op},
+    };
     let config = small(0.1);
     for policy in Builtin::ALL {
         let mut trainer = trainer_on(&cpu(), policy.policy(), tiny_windows(), config).unwrap();
@@ -136,7 +145,8 @@ fn an_abandoned_step_leaves_nothing() {
 fn keep_all_saves_at_most_64_c_bytes_a_token_and_layer() {
     let model = Gpt2Config::named("gpt2").unwrap();
     let shape = StepShape { model, batch: 4, context: 1024, accumulate: 1 };
-    let saved = plan(&shape, Builtin::Keep, OffloadOptions::default(), None).unwrap().offload.saved_bytes as usize;
+    let saved =
+        plan(&shape, Builtin::Keep, OffloadOptions::default(), None).unwrap().offload.saved_bytes as usize;
     let (tokens, width, layers) = (4 * 1024, model.width, model.layers);
     let block = 56 * width + 4 * (4 + model.heads);
     // The last norm keeps what it normalised and two statistics.

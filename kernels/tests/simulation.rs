@@ -29,19 +29,48 @@ struct Part {
 
 #[derive(Clone, Debug)]
 enum Step {
-    Fill { out: Part, value: f32 },
-    Copy { input: Part, out: Part },
-    Add { input: Part, out: Part },
-    Gelu { input: Part, out: Part },
-    Drop { data: Part, site: u32 },
-    Out { input: Part, host: usize },
-    In { host: usize, out: Part },
+    Fill {
+        out: Part,
+        value: f32,
+    },
+    Copy {
+        input: Part,
+        out: Part,
+    },
+    Add {
+        input: Part,
+        out: Part,
+    },
+    Gelu {
+        input: Part,
+        out: Part,
+    },
+    Drop {
+        data: Part,
+        site: u32,
+    },
+    Out {
+        input: Part,
+        host: usize,
+    },
+    In {
+        host: usize,
+        out: Part,
+    },
     /// The buffer is freed, and another takes its place, most likely in the same memory.
-    Replace { buffer: usize, value: f32 },
+    Replace {
+        buffer: usize,
+        value: f32,
+    },
     /// The host reads a host buffer in the middle of the program.
-    HostRead { host: usize },
+    HostRead {
+        host: usize,
+    },
     /// The host writes a host buffer in the middle of the program.
-    HostWrite { host: usize, value: f32 },
+    HostWrite {
+        host: usize,
+        value: f32,
+    },
 }
 
 /// A program: for each step the stream that it goes to.
@@ -86,7 +115,8 @@ struct Machine {
 impl Machine {
     fn new(device: Device, streams: usize) -> Result<Self, Error> {
         let streams: Vec<Stream> = (0..streams).map(|i| device.stream(&format!("s{i}"))).collect();
-        let buffers = (0..BUFFERS).map(|i| Self::buffer(&device, &streams[0], i as f32)).collect::<Result<_, _>>()?;
+        let buffers =
+            (0..BUFFERS).map(|i| Self::buffer(&device, &streams[0], i as f32)).collect::<Result<_, _>>()?;
         let hosts = (0..HOSTS).map(|_| device.host_buffer(4 * LEN, "host")).collect::<Result<_, _>>()?;
         Ok(Machine { device, streams, buffers, hosts })
     }

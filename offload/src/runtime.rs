@@ -319,7 +319,8 @@ impl Offload {
         match self.start_copy_back(state, entry, slot) {
             Err(Error::OutOfMemory(facts)) => {
                 let category = Category::Activations;
-                let slice = self.alloc_relieved(state, facts, entry.len, entry.dtype, category, &entry.name)?;
+                let slice =
+                    self.alloc_relieved(state, facts, entry.len, entry.dtype, category, &entry.name)?;
                 self.submit_copy_back(state, slot, slice)
             }
             other => other,

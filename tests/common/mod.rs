@@ -110,7 +110,7 @@ impl Policy for Mixed {
         }
     }
     fn segment(&self, name: &str) -> SegmentPlan {
-        if self.draw(name) % 2 == 0 { SegmentPlan::Run } else { SegmentPlan::Recompute }
+        if self.draw(name).is_multiple_of(2) { SegmentPlan::Run } else { SegmentPlan::Recompute }
     }
 }
 

@@ -1,0 +1,100 @@
+"""One training step of GPT-2 in PyTorch on the CPU: the yardstick of `cargo bench --bench gpt2`.
+
+    gpt2_step.py BATCH CONTEXT STEPS THREADS
+
+Forward, backward and AdamW in f32 with random weights and tokens, scaled-dot-product attention, tanh GELU and a tied head.
+Prints one JSON object: the median seconds of STEPS steps after one to warm up, the bytes that autograd saves for backward
+(parameters excluded, each storage counted once), and the peak of the process's resident memory during a step less what
+was resident before it. Needs torch.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+LAYERS, WIDTH, HEADS, VOCABULARY = 12, 768, 12, 50257
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, context, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, context, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, context, WIDTH))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class Gpt2(nn.Module):
+    def __init__(self, context):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(context, WIDTH)
+        self.blocks, self.norm = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.LayerNorm(WIDTH)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, 0.0, 0.02)
+
+    def forward(self, tokens, targets):
+        x = self.norm(self.blocks(self.tokens(tokens) + self.positions.weight))
+        return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
+
+
+def resident(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+def main():
+    batch, context, steps, threads = map(int, sys.argv[1:5])
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    model = Gpt2(context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    tokens = torch.randint(0, VOCABULARY, (batch, context + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+
+    step()
+    seconds, peaks = [], []
+    for _ in range(steps):
+        with open("/proc/self/clear_refs", "w") as clear:
+            clear.write("5")
+        before, start = resident("VmRSS"), time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+        peaks.append(resident("VmHWM") - before)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs, targets)
+    print(json.dumps({
+        "seconds_per_step": statistics.median(seconds),
+        "saved_bytes": sum(saved.values()),
+        "peak_step_bytes": max(peaks),
+        "version": torch.__version__,
+    }))
+
+
+main()

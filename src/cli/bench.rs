@@ -1,0 +1,81 @@
+//! `ebbtide bench`.
+
+use anyhow::Result;
+use clap::Args;
+use ebbtide::{
+    bench::{Bench, BenchOptions},
+    config::{Bytes, Precision},
+    engine::gpt2::Gpt2Config,
+    kernels::bytes,
+    offload::policy::Builtin,
+};
+
+use super::{per_second, warn_if_unoptimised};
+
+#[derive(Args)]
+pub(crate) struct BenchArgs {
+    /// gpt2, gpt2-medium, gpt2-large or gpt2-xl
+    #[arg(long, default_value = "gpt2")]
+    model: String,
+    /// Sequences of a step
+    #[arg(long, default_value_t = 2)]
+    batch: usize,
+    /// Positions of each
+    #[arg(long, default_value_t = 512)]
+    context: usize,
+    /// What the model computes in: f32
+    #[arg(long, default_value_t = Precision::F32)]
+    precision: Precision,
+    /// Where saved activations go: keep, recompute or offload
+    #[arg(long, default_value_t = Builtin::Keep)]
+    policy: Builtin,
+    /// Steps to take the median of, after one to warm up
+    #[arg(long, default_value_t = 5)]
+    steps: usize,
+    /// The device's memory budget, such as 3GiB
+    #[arg(long)]
+    memory: Option<Bytes>,
+    /// Threads of the kernels
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn bench(args: BenchArgs) -> Result<()> {
+    warn_if_unoptimised();
+    let options = BenchOptions {
+        model: Gpt2Config::named(&args.model)?,
+        batch: args.batch,
+        context: args.context,
+        policy: args.policy,
+        threads: args.threads,
+        budget_bytes: args.memory.map(|memory| memory.0),
+    };
+    let report = Bench::new(&options)?.run(args.steps)?;
+    if args.json {
+        let mut value = serde_json::to_value(&report)?;
+        let settings = [
+            ("model", args.model.into()),
+            ("batch", args.batch.into()),
+            ("context", args.context.into()),
+            ("policy", args.policy.to_string().into()),
+            ("precision", args.precision.to_string().into()),
+            ("steps", args.steps.into()),
+        ];
+        settings.into_iter().for_each(|(key, setting)| value[key] = setting);
+        println!("{value}");
+        return Ok(());
+    }
+    println!("{} tokens/s, {:.3} s a step", per_second(report.tokens_per_second), report.seconds_per_step);
+    println!("{:.1} GFLOP/s in products", report.flops_per_second / 1e9);
+    println!("saved for backward  {}", bytes(report.saved_bytes as usize));
+    println!("sent to the host    {}", bytes(report.offloaded_bytes as usize));
+    println!(
+        "device at most      {}, {} of it beside weights, gradients and moments",
+        bytes(report.peak_device_bytes),
+        bytes(report.peak_step_bytes)
+    );
+    Ok(())
+}

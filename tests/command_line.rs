@@ -1,0 +1,366 @@
+//! The command line as a user meets it.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+};
+
+use serde_json::Value;
+
+/// A folder with a token file and a configuration that trains in a second.
+struct Place(tempfile::TempDir);
+
+const CONFIG: &str = r#"
+[model]
+vocabulary = 256
+context = 16
+width = 16
+layers = 2
+heads = 2
+dropout = 0.1
+
+[data]
+tokens = "corpus.bin"
+tokenizer = "bytes"
+validation_fraction = 0.2
+
+[training]
+steps = 20
+batch = 3
+accumulate = 2
+checkpoint_every = 5
+validate_every = 2
+validation_windows = 4
+sample_tokens = 8
+"#;
+
+impl Place {
+    fn new() -> Self {
+        let place = Place(tempfile::tempdir().unwrap());
+        let text = "The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n".repeat(40);
+        let tokens: Vec<u8> = text.bytes().flat_map(|byte| u16::from(byte).to_le_bytes()).collect();
+        fs::write(place.path("corpus.bin"), tokens).unwrap();
+        fs::write(place.path("run.toml"), CONFIG).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ebbtide"));
+        command.args(arguments).current_dir(self.0.path());
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The error of a command that must fail, in one line.
+    fn fail(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{arguments:?} did not fail");
+        assert!(!errors.contains("panicked"), "{errors}");
+        errors
+    }
+
+    /// Begins a run, and waits until it has done a step.
+    fn begin(&self, arguments: &[&str], step: u64) -> Child {
+        let mut child =
+            self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let reached = lines.by_ref().any(|line| line.unwrap().starts_with(&format!("step {step}/")));
+        assert!(reached, "the run ended before step {step}");
+        // What is left must be read, or the run may stand in a full pipe.
+        std::thread::spawn(move || lines.for_each(drop));
+        child
+    }
+
+    fn metrics(&self, run: &str) -> Vec<Value> {
+        let text = fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// All that makes a run: the last weights and moments, the place in the data, and every loss.
+    fn end(&self, run: &str) -> (Vec<u8>, Vec<u8>, Value, Vec<(u64, f64, Option<f64>)>) {
+        let last = self.path(run).join("checkpoints/step-000020");
+        let read = |name: &str| fs::read(last.join(name)).unwrap();
+        let state: Value = serde_json::from_slice(&read("state.json")).unwrap();
+        let losses = self.metrics(run);
+        let losses = losses
+            .iter()
+            .map(|line| {
+                let loss = line["loss"].as_f64().unwrap();
+                (line["step"].as_u64().unwrap(), loss, line["validation_loss"].as_f64())
+            })
+            .collect();
+        (
+            read("weights.safetensors"),
+            read("optimizer.safetensors"),
+            state["extra"]["position"].clone(),
+            losses,
+        )
+    }
+}
+
+#[test]
+fn a_run_that_stops_and_goes_on_ends_where_an_unbroken_one_does() {
+    let place = Place::new();
+    place.succeed(&["train", "run.toml", "--out", "unbroken"]);
+    let expected = place.end("unbroken");
+    assert_eq!(expected.3.iter().map(|line| line.0).collect::<Vec<_>>(), (1..=20).collect::<Vec<_>>());
+    assert!(expected.3[19].1 < expected.3[0].1, "nothing was learnt");
+
+    // Stopped by its own end, and under another policy and thread count after.
+    place.succeed(&["train", "run.toml", "--out", "short", "--steps", "10"]);
+    place.succeed(&[
+        "train",
+        "--out",
+        "short",
+        "--steps",
+        "20",
+        "--resume",
+        "--policy",
+        "offload",
+        "--threads",
+        "1",
+    ]);
+    assert!(place.end("short") == expected);
+
+    // Killed, between checkpoints and without warning.
+    for step in [2, 8, 14] {
+        let run = format!("killed{step}");
+        let mut child = place.begin(&["train", "run.toml", "--out", &run], step);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        place.succeed(&["train", "--out", &run, "--resume"]);
+        assert!(place.end(&run) == expected, "killed at step {step}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn control_c_saves_and_ends_well() {
+    let place = Place::new();
+    // Long enough that the signal comes first.
+    place.succeed(&["train", "run.toml", "--out", "unbroken"]);
+    let long = ["train", "run.toml", "--out", "stopped", "--steps", "100000", "--checkpoint-every", "0"];
+    let child = place.begin(&long, 6);
+    Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("go on with: ebbtide train --out stopped --resume"), "{said}");
+    let done = place.metrics("stopped").len() as u64;
+    assert!((6..100_000).contains(&done));
+    assert!(place.path("stopped").join(format!("checkpoints/step-{done:06}")).is_dir());
+    if done < 20 {
+        place.succeed(&["train", "--out", "stopped", "--resume", "--steps", "20"]);
+        assert!(place.end("stopped") == place.end("unbroken"));
+    }
+}
+
+#[test]
+fn text_becomes_a_model_that_writes() {
+    let place = Place::new();
+    let text = "In the beginning was the word. ".repeat(300);
+    fs::create_dir(place.path("texts")).unwrap();
+    fs::write(place.path("texts/one.txt"), &text).unwrap();
+    let said = place.succeed(&["pack", "texts", "--out", "packed.bin", "--tokenizer", "bytes"]);
+    assert!(said.contains("9301 tokens"), "{said}");
+    let config = CONFIG.replace("corpus.bin", "packed.bin").replace("tokenizer = \"bytes\"\n", "");
+    fs::write(place.path("packed.toml"), config).unwrap();
+    let said = place.succeed(&["train", "packed.toml", "--out", "run"]);
+    assert!(said.contains("unigram entropy") && said.contains("validation loss"), "{said}");
+
+    for line in place.metrics("run") {
+        for key in ["step", "loss", "tokens_per_second", "device_bytes", "peak_device_bytes"] {
+            assert!(line[key].is_number(), "{key} in {line}");
+        }
+    }
+    let summary: Value = serde_json::from_slice(&fs::read(place.path("run/summary.json")).unwrap()).unwrap();
+    let eval: Value = serde_json::from_str(&place.succeed(&["eval", "run", "--json"])).unwrap();
+    // Over all windows rather than the four that training looks at.
+    assert!((eval["loss"].as_f64().unwrap() - summary["validation_loss"].as_f64().unwrap()).abs() < 0.2);
+    let eval: Value =
+        serde_json::from_str(&place.succeed(&["eval", "run", "--json", "--tokens", "packed.bin"])).unwrap();
+    assert_eq!(eval["tokens"], 9300 / 16 * 16);
+
+    let sample = ["sample", "run", "--prompt", "In the", "--tokens", "20", "--seed", "3"];
+    let written = place.succeed(&sample);
+    assert!(written.starts_with("In the") && written.chars().count() > 20, "{written}");
+    assert_eq!(written, place.succeed(&sample));
+    let greedy =
+        place.succeed(&["sample", "run", "--prompt", "In the", "--tokens", "5", "--temperature", "0"]);
+    assert_eq!(
+        greedy,
+        place.succeed(&["sample", "run", "--prompt", "In the", "--tokens", "5", "--top-k", "1"])
+    );
+
+    place.succeed(&["export", "run", "exported"]);
+    let exported: Value =
+        serde_json::from_slice(&fs::read(place.path("exported/config.json")).unwrap()).unwrap();
+    assert_eq!((&exported["n_embd"], &exported["model_type"]), (&16.into(), &"gpt2".into()));
+    assert!(place.fail(&["export", "run", "exported"]).contains("exists already"));
+
+    // The export is where another run may start.
+    let config = CONFIG.replace("[model]", "[model]\nweights = \"exported\"");
+    fs::write(place.path("again.toml"), config).unwrap();
+    place.succeed(&["train", "again.toml", "--out", "again", "--steps", "1"]);
+    let first = |run: &str| place.metrics(run)[0]["loss"].as_f64().unwrap();
+    assert!(first("again") < first("run"));
+}
+
+#[test]
+fn bad_configurations_are_errors() {
+    let place = Place::new();
+    let config = |text: &str| fs::write(place.path("bad.toml"), text).unwrap();
+    let cases: &[(&str, &str, &[&str])] = &[
+        ("width = 16", "widht = 16", &["bad.toml", "widht", "expected one of"]),
+        ("width = 16", "width = \"wide\"", &["bad.toml", "width = \"wide\"", "invalid type"]),
+        ("heads = 2", "heads = 3", &["heads", "divisor of the width 16", "found 3"]),
+        ("dropout = 0.1", "dropout = 1.0", &["dropout", "[0, 1)"]),
+        ("batch = 3", "batch = 0", &["training.batch", "at least 1"]),
+        (
+            "batch = 3",
+            "batch = 3\ncontext = 17",
+            &["training.context", "the model's context of 16", "found 17"],
+        ),
+        ("batch = 3", "batch = 3\npolicy = \"forget\"", &["forget", "keep, recompute or offload"]),
+        ("batch = 3", "batch = 3\nmemory = \"much\"", &["much", "512MiB"]),
+        ("batch = 3", "batch = 3\nprecision = \"f64\"", &["f64", "f32"]),
+        ("[model]", "[model]\nname = \"gpt5\"", &["gpt5", "gpt2-medium"]),
+        ("vocabulary = 256", "vocabulary = 99", &["model.vocabulary", "at least the 256 tokens", "found 99"]),
+        ("validation_fraction = 0.2", "validation_fraction = 1.5", &["data.validation_fraction", "1.5"]),
+        ("[training]", "[schedule]\npeak = -1.0\n[training]", &["peak", "at least 0", "-1"]),
+        ("[training]", "[optimizer]\nbeta2 = 1.0\n[training]", &["beta2", "[0, 1)"]),
+        ("[model]", "model", &["bad.toml", "line"]),
+    ];
+    for (from, to, expected) in cases {
+        config(&CONFIG.replace(from, to));
+        let error = place.fail(&["train", "bad.toml", "--out", "run"]);
+        assert!(expected.iter().all(|part| error.contains(part)), "{to}: {error}");
+        assert!(!place.path("run").exists(), "{to}: a folder was made");
+    }
+    assert!(place.fail(&["train", "missing.toml"]).contains("missing.toml: cannot read"));
+    assert!(place.fail(&["train", "run.toml", "--memory", "lots"]).contains("512MiB"));
+    assert!(place.fail(&["train", "run.toml", "--resume"]).contains("--out"));
+}
+
+#[test]
+fn bad_tokens_are_errors_before_a_folder_is_made() {
+    let place = Place::new();
+    let corpus = place.path("corpus.bin");
+    let good = fs::read(&corpus).unwrap();
+    let mut beyond = good.clone();
+    beyond[2 * 1000..2 * 1000 + 2].copy_from_slice(&300u16.to_le_bytes());
+    let cases: [(&[u8], &[&str]); 4] = [
+        (&good[..good.len() - 1], &["corpus.bin", "odd", "5439"]),
+        (&[], &["corpus.bin", "at least one token", "found none"]),
+        (&good[..2 * 16], &["corpus.bin", "16", "17"]),
+        (&beyond, &["corpus.bin", "300", "1000", "2000", "256"]),
+    ];
+    for (bytes, expected) in cases {
+        fs::write(&corpus, bytes).unwrap();
+        let error = place.fail(&["train", "run.toml", "--out", "run"]);
+        assert!(expected.iter().all(|part| error.contains(part)), "{expected:?}: {error}");
+        assert!(!place.path("run").exists());
+    }
+    fs::remove_file(&corpus).unwrap();
+    assert!(place.fail(&["train", "run.toml", "--out", "run"]).contains("corpus.bin"));
+}
+
+#[test]
+fn runs_are_not_mixed_up() {
+    let place = Place::new();
+    place.succeed(&["train", "run.toml", "--out", "run", "--steps", "6"]);
+    let before = fs::read(place.path("run/metrics.jsonl")).unwrap();
+    let error = place.fail(&["train", "run.toml", "--out", "run"]);
+    assert!(error.contains("already holds a run") && error.contains("--resume"), "{error}");
+    let error = place.fail(&["train", "--out", "run", "--resume", "--seed", "7"]);
+    assert!(error.contains("training.seed is 1337 in the run, 7 asked for"), "{error}");
+    let error = place.fail(&["train", "--out", "run", "--resume", "--dropout", "0.5"]);
+    assert!(error.contains("model.dropout"), "{error}");
+    assert_eq!(fs::read(place.path("run/metrics.jsonl")).unwrap(), before);
+
+    // Other tokens are another run.
+    let mut tokens = fs::read(place.path("corpus.bin")).unwrap();
+    tokens.swap(0, 2);
+    fs::write(place.path("corpus.bin"), &tokens).unwrap();
+    let error = place.fail(&["train", "--out", "run", "--resume"]);
+    assert!(error.contains("tokens have changed"), "{error}");
+
+    for command in ["eval", "sample"] {
+        assert!(place.fail(&[command, "nowhere"]).contains("no run here"));
+    }
+    let weights = place.path("run/checkpoints/step-000006/weights.safetensors");
+    let bytes = fs::read(&weights).unwrap();
+    fs::write(&weights, &bytes[..bytes.len() / 2]).unwrap();
+    assert!(place.fail(&["sample", "run"]).contains("cut short"));
+}
+
+#[test]
+fn a_budget_that_is_too_small_says_what_would_fit() {
+    let place = Place::new();
+    let config = CONFIG.replace("layers = 2", "layers = 12").replace("batch = 3", "batch = 8");
+    fs::write(place.path("deep.toml"), config).unwrap();
+    let error = place.fail(&["train", "deep.toml", "--out", "run", "--memory", "1MiB"]);
+    let parts = ["budget of 1.00 MiB", "needs", "more", "nearest setting that fits is --policy"];
+    assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+    assert!(!place.path("run").exists());
+    // The setting that it names does fit.
+    let words: Vec<&str> = error.split("fits is ").nth(1).unwrap().split([' ', ',']).collect();
+    let mut arguments = vec!["train", "deep.toml", "--out", "run", "--memory", "1MiB", "--steps", "2"];
+    arguments.extend(&words[..6]);
+    place.succeed(&arguments);
+    let budget = 1 << 20;
+    assert!(place.metrics("run").iter().all(|line| line["peak_device_bytes"].as_u64().unwrap() <= budget));
+    let error = place.fail(&["train", "deep.toml", "--out", "other", "--memory", "64KiB"]);
+    assert!(error.contains("nothing fits: single sequences need"), "{error}");
+}
+
+#[test]
+fn bench_prints_one_object() {
+    let place = Place::new();
+    let arguments = [
+        "bench",
+        "--model",
+        "gpt2",
+        "--batch",
+        "1",
+        "--context",
+        "8",
+        "--policy",
+        "keep",
+        "--steps",
+        "1",
+        "--json",
+    ];
+    let report: Value = serde_json::from_str(&place.succeed(&arguments)).unwrap();
+    for key in ["tokens_per_second", "seconds_per_step", "saved_bytes", "peak_device_bytes"] {
+        assert!(report[key].as_f64().unwrap() > 0.0, "{key} in {report}");
+    }
+    assert!(place.fail(&["bench", "--model", "gpt9"]).contains("gpt2-xl"));
+}
+
+/// The bundled text, a few steps of the quick start.
+#[test]
+fn the_quick_start_needs_no_arguments() {
+    let place = Place::new();
+    let said = place.succeed(&["train", "--steps", "1"]);
+    assert!(said.contains("runs/1") && said.contains("3.027 nats"), "{said}");
+    assert!(Path::new(&place.path("runs/1/metrics.jsonl")).exists());
+    place.succeed(&["train", "--steps", "1"]);
+    assert!(place.path("runs/2/summary.json").exists());
+}
