@@ -274,20 +274,20 @@ pub enum ConfigError {
 }
 
 impl ConfigFile {
-    /// The quick start: a byte-level GPT of 3.3 million parameters, for the bundled text.
+    /// The quick start: a byte-level GPT of 3.2 million parameters, for the bundled text.
     pub fn quick_start() -> Self {
         let model = ModelFile {
-            context: Some(256),
+            context: Some(128),
             width: Some(256),
             layers: Some(4),
             heads: Some(4),
             ..ModelFile::default()
         };
         let training = TrainingFile {
-            steps: Some(500),
+            steps: Some(1000),
             batch: Some(16),
-            validate_every: Some(100),
-            checkpoint_every: Some(100),
+            validate_every: Some(250),
+            checkpoint_every: Some(250),
             keep_checkpoints: Some(2),
             ..TrainingFile::default()
         };
