@@ -82,9 +82,19 @@ fn time(threads: usize, product: &Product) -> Result<f64, Box<dyn Error>> {
     Ok(2.0 * (m * n * k) as f64 / seconds)
 }
 
-/// Operations a second of multiply-adds that depend on nothing but themselves, sixteen registers of them a thread.
+/// Operations a second of multiply-adds that depend on nothing but themselves: the best of several numbers of registers,
+/// enough to hide the latency and few enough to fit.
 fn ceiling(threads: usize) -> f64 {
-    const REPEATS: usize = 4_000_000;
+    let rates = [
+        rate::<128>(threads, multiply_adds_128),
+        rate::<192>(threads, multiply_adds_192),
+        rate::<384>(threads, multiply_adds_384),
+    ];
+    rates.into_iter().fold(0.0, f64::max)
+}
+
+fn rate<const LANES: usize>(threads: usize, multiply_adds: fn(usize, f32, f32) -> f32) -> f64 {
+    const REPEATS: usize = 1_500_000;
     let start = Instant::now();
     std::thread::scope(|scope| {
         for _ in 0..threads {
@@ -94,16 +104,24 @@ fn ceiling(threads: usize) -> f64 {
     (threads * 2 * LANES * REPEATS) as f64 / start.elapsed().as_secs_f64()
 }
 
-const LANES: usize = 16 * 16;
-
-#[multiversion(targets("x86_64+avx512f+avx2+fma", "x86_64+avx2+fma", "aarch64+neon"))]
-fn multiply_adds(repeats: usize, factor: f32, summand: f32) -> f32 {
+#[inline(always)]
+fn multiply_adds<const LANES: usize>(repeats: usize, factor: f32, summand: f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
     for _ in 0..repeats {
         lanes.iter_mut().for_each(|lane| *lane = lane.mul_add(factor, summand));
     }
     lanes.iter().sum()
 }
+
+macro_rules! multiply_adds {
+    ($($name:ident $lanes:literal),*) => {$(
+        #[multiversion(targets("x86_64+avx512f+avx2+fma", "x86_64+avx2+fma", "aarch64+neon"))]
+        fn $name(repeats: usize, factor: f32, summand: f32) -> f32 {
+            multiply_adds::<$lanes>(repeats, factor, summand)
+        }
+    )*};
+}
+multiply_adds!(multiply_adds_128 128, multiply_adds_192 192, multiply_adds_384 384);
 
 fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
