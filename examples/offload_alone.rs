@@ -54,7 +54,11 @@ fn main() -> ebbtide::kernels::Result<()> {
     }
     let (report, memory) = (offload.report(), device.memory());
     println!("saved {} in {LAYERS} slices", bytes(report.saved_bytes as usize));
-    println!("sent out {}, brought back {}", bytes(report.out_bytes as usize), bytes(report.in_bytes as usize));
+    println!(
+        "sent out {}, brought back {}",
+        bytes(report.out_bytes as usize),
+        bytes(report.in_bytes as usize)
+    );
     println!("on the device at most {}", bytes(memory.peak_bytes));
     Ok(())
 }

@@ -313,7 +313,7 @@ mod tests {
         let tokenizer = Tokenizer::new(TokenizerKind::Gpt2).unwrap();
         assert!(tokens[..tokens.len() - 1] == tokenizer.encode(&text));
         let tokens = packed(folder.path(), &[path], TokenizerKind::Bytes).unwrap();
-        assert!(tokens.iter().map(|&token| token as u8).eq(text.bytes()));
+        assert!(tokens.iter().map(|&token| token as u8).eq(text.bytes().chain([b'\n'])));
     }
 
     #[test]

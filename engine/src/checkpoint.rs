@@ -61,14 +61,14 @@ struct FileState {
 pub fn save(trainer: &Trainer, folder: &Path, extra: serde_json::Value, keep_last: usize) -> Result<PathBuf> {
     let step = trainer.steps_done();
     let path = folder.join(format!("step-{step:06}"));
+    fs::create_dir_all(folder).map_err(io(folder, "make the folder"))?;
+    remove_leftovers(folder)?;
     if path.is_dir() {
         if verify(&path).is_ok() {
             return Ok(path);
         }
         remove(&path)?;
     }
-    fs::create_dir_all(folder).map_err(io(folder, "make the folder"))?;
-    remove_leftovers(folder)?;
     let partial = folder.join(format!(".step-{step:06}.partial-{}", std::process::id()));
     let written = write(trainer, &partial, extra)
         .and_then(|()| fs::rename(&partial, &path).map_err(io(&path, "put in place")));
@@ -310,4 +310,235 @@ fn sync_folder(folder: &Path) -> Result<()> {
 fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.to_path_buf();
     move |source| Error::Io { path, action, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use ebbtide_kernels::{Device, Slice};
+    use ebbtide_offload::{OffloadOptions, policy::Builtin};
+    use serde_json::json;
+
+    use super::*;
+    use crate::{
+        TrainerOptions,
+        gpt2::Gpt2,
+        optimizer::{AdamWOptions, Schedule},
+        tensor_file::Entry,
+    };
+
+    const CONFIG: Gpt2Config = Gpt2Config {
+        vocabulary: 13,
+        context: 8,
+        width: 8,
+        layers: 1,
+        heads: 2,
+        dropout: 0.0,
+        exact_gelu: false,
+        epsilon: 1e-5,
+    };
+
+    fn trainer(config: Gpt2Config, seed: u64) -> Trainer {
+        let device = Device::cpu().unwrap();
+        let engine = Engine::new(&device, Builtin::Keep.policy(), OffloadOptions::default()).unwrap();
+        let model = Gpt2::new(&engine, config, seed, true).unwrap();
+        let schedule = Schedule::constant(1e-3);
+        let options = TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed };
+        Trainer::new(&engine, model, options).unwrap()
+    }
+
+    /// Weights and both moments.
+    fn flats(trainer: &Trainer) -> [&Slice; 3] {
+        let [first, second] = trainer.optimizer().moments();
+        [trainer.model().parameters().weights(), first, second]
+    }
+
+    /// Every parameter's weights and moments, and the counts: all that a checkpoint brings back.
+    fn state(trainer: &Trainer) -> (Vec<u32>, u64, u64) {
+        let mut bits = Vec::new();
+        for flat in flats(trainer) {
+            for (_, _, range) in trainer.model().parameters().iter() {
+                let part = flat.part(range).unwrap();
+                let values = trainer.engine().compute().download::<f32>(&part).unwrap();
+                bits.extend(values.into_iter().map(f32::to_bits));
+            }
+        }
+        (bits, trainer.steps_done(), trainer.forwards_done())
+    }
+
+    /// Bits of every kind: NaNs with payloads, both zeros, subnormals, infinities.
+    fn fill_with_any_bits(trainer: &Trainer) {
+        const ODD: [u32; 8] = [
+            0x7fc0_0001,
+            0xffc1_2345,
+            0x7f80_0001,
+            0xff80_0000,
+            0x7f80_0000,
+            0x8000_0000,
+            0x0000_0001,
+            0x3f80_0001,
+        ];
+        for (n, flat) in flats(trainer).into_iter().enumerate() {
+            for (_, _, range) in trainer.model().parameters().iter() {
+                let values: Vec<f32> = range.clone().map(|i| f32::from_bits(ODD[(i + n) % 8])).collect();
+                write_flat(trainer.engine(), &flat.part(range).unwrap(), &values).unwrap();
+            }
+        }
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<String> =
+            fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn any_bits_come_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut source = trainer(CONFIG, 1);
+        source.set_progress(123, 456);
+        fill_with_any_bits(&source);
+        let extra = json!({"position": 7, "seed": u64::MAX});
+        let path = save(&source, folder.path(), extra.clone(), 0).unwrap();
+        assert_eq!(path, folder.path().join("step-000123"));
+        let mut target = trainer(CONFIG, 2);
+        assert_ne!(state(&target), state(&source));
+        let read = load(&mut target, &path).unwrap();
+        assert_eq!(state(&target), state(&source));
+        assert_eq!((read.model, read.steps_done, read.forwards_done, read.extra), (CONFIG, 123, 456, extra));
+
+        let other = trainer(CONFIG, 3);
+        load_weights(other.engine(), other.model().parameters(), &path).unwrap();
+        let weights = source.model().parameters().count();
+        assert_eq!(state(&other).0[..weights], state(&source).0[..weights]);
+    }
+
+    #[test]
+    fn files_cut_or_flipped_anywhere_change_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = save(&trainer(CONFIG, 1), folder.path(), json!(null), 0).unwrap();
+        let mut target = trainer(CONFIG, 2);
+        let before = state(&target);
+        for name in [WEIGHTS, OPTIMIZER] {
+            let file = path.join(name);
+            let good = fs::read(&file).unwrap();
+            let data = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
+            let mut check = |bytes: &[u8], expected: &str| {
+                fs::write(&file, bytes).unwrap();
+                let error = load(&mut target, &path).unwrap_err().to_string();
+                assert!(error.contains(name) && error.contains(expected), "{error}");
+                assert_eq!(state(&target), before, "{error}");
+            };
+            // In the header's length, at its end, in the header, at the data, in the data.
+            for len in [0, 7, 8, 9, data - 1, data, data + 3, good.len() - 1] {
+                let expected = format!("cut short: {len} bytes, expected {}", good.len());
+                check(&good[..len], &expected);
+            }
+            for at in [0, 8, data - 1, data, good.len() - 1] {
+                let mut bad = good.clone();
+                bad[at] ^= 0x10;
+                check(&bad, "changed since it was saved");
+            }
+            check(&[&good[..], b"x"].concat(), "changed since it was saved");
+            fs::write(&file, good).unwrap();
+        }
+        let good = fs::read(path.join(STATE)).unwrap();
+        for len in 0..good.len() {
+            fs::write(path.join(STATE), &good[..len]).unwrap();
+            let error = load(&mut target, &path).unwrap_err().to_string();
+            assert!(error.contains("state.json: not a checkpoint's state"), "{len}: {error}");
+            assert_eq!(state(&target), before);
+        }
+        fs::write(path.join(STATE), good).unwrap();
+        load(&mut target, &path).unwrap();
+    }
+
+    /// Writes other tensors to a checkpoint and signs them, as another program might have.
+    fn replace(trainer: &Trainer, path: &Path, name: &str, change: impl Fn(&mut Vec<Entry>)) {
+        let parameters = trainer.model().parameters();
+        let [weights, first, second] = flats(trainer);
+        let mut all = match name {
+            WEIGHTS => entries(parameters, weights, "").unwrap(),
+            _ => {
+                let mut all = entries(parameters, first, MOMENTS[0]).unwrap();
+                all.extend(entries(parameters, second, MOMENTS[1]).unwrap());
+                all
+            }
+        };
+        change(&mut all);
+        tensor_file::write(trainer.engine(), &path.join(name), all).unwrap();
+        let mut state = read_state(path).unwrap();
+        state.files.insert(name.to_string(), file_state(&path.join(name)).unwrap());
+        fs::write(path.join(STATE), serde_json::to_vec(&state).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn tensors_that_do_not_fit_change_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let source = trainer(CONFIG, 1);
+        let path = save(&source, folder.path(), json!(null), 0).unwrap();
+        let mut target = trainer(CONFIG, 2);
+        let before = state(&target);
+        for name in [WEIGHTS, OPTIMIZER] {
+            let mut check = |change: &dyn Fn(&mut Vec<Entry>), expected: &str| {
+                replace(&source, &path, name, change);
+                let error = load(&mut target, &path).unwrap_err().to_string();
+                assert!(error.contains(name) && error.contains(expected), "{error}");
+                assert_eq!(state(&target), before, "{error}");
+            };
+            let first = entries(source.model().parameters(), flats(&source)[0], "").unwrap()[0].0.clone();
+            check(&|all| drop(all.remove(0)), &format!("{first}`"));
+            check(&|all| all.push(("stray".to_string(), vec![13, 8], all[0].2.clone())), "tensor `stray`");
+            check(&|all| all[0].1 = vec![8, 13], "has the shape [8, 13], the model's is [13, 8]");
+            replace(&source, &path, name, |_| {});
+        }
+        load(&mut target, &path).unwrap();
+        assert_eq!(state(&target), state(&source));
+    }
+
+    #[test]
+    fn another_model_is_told_field_by_field() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = save(&trainer(CONFIG, 1), folder.path(), json!(null), 0).unwrap();
+        let mut target = trainer(Gpt2Config { heads: 4, epsilon: 1e-3, ..CONFIG }, 2);
+        let before = state(&target);
+        let error = load(&mut target, &path).unwrap_err().to_string();
+        assert!(error.contains("heads is 2 in the checkpoint, 4 in the model"), "{error}");
+        assert!(error.contains("epsilon is ") && !error.contains("width"), "{error}");
+        assert_eq!(state(&target), before);
+    }
+
+    #[test]
+    fn what_killed_saves_left_is_passed_over_and_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let mut run = trainer(CONFIG, 1);
+        run.set_progress(2, 2);
+        let good = save(&run, folder, json!(null), 0).unwrap();
+        // Killed between files, and while a bad checkpoint of the next step was being removed.
+        let partial = folder.join(".step-000009.partial-1");
+        fs::create_dir(&partial).unwrap();
+        fs::copy(good.join(WEIGHTS), partial.join(WEIGHTS)).unwrap();
+        let removed = folder.join(".step-000003.partial-removed");
+        fs::create_dir(&removed).unwrap();
+        fs::write(removed.join(WEIGHTS), b"half").unwrap();
+        fs::create_dir(folder.join("step-000003")).unwrap();
+        assert_eq!(latest(folder).unwrap(), Some(good));
+        run.set_progress(3, 3);
+        let next = save(&run, folder, json!(null), 0).unwrap();
+        assert_eq!(names(folder), ["step-000002", "step-000003"]);
+        assert_eq!(latest(folder).unwrap(), Some(next));
+    }
+
+    #[test]
+    fn the_newest_stay_and_steps_count_as_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = trainer(CONFIG, 1);
+        for step in [9, 10, 999_999, 1_000_000] {
+            run.set_progress(step, step);
+            save(&run, folder.path(), json!(null), 2).unwrap();
+        }
+        assert_eq!(names(folder.path()), ["step-1000000", "step-999999"]);
+        assert_eq!(latest(folder.path()).unwrap(), Some(folder.path().join("step-1000000")));
+    }
 }

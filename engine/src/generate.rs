@@ -1,7 +1,11 @@
 //! Writing with a model, one token after another.
 //!
-//! Every token runs the model over the whole context again: no keys or values are cached. At the sizes that are trained here
-//! a few hundred tokens take seconds; a server of models this is not.
+//! Every token runs the model over the whole context again: no keys or values are cached, so that `n` tokens after a prompt
+//! of `p` cost `n` forward passes of up to `p + n` positions, where a cache would compute one position each. Only the last
+//! position meets the head. At the sizes that are trained here a few hundred tokens take seconds; a server of models this
+//! is not.
+
+use std::cmp::Ordering;
 
 use ebbtide_kernels::Category;
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
@@ -94,11 +98,14 @@ fn next_logits(engine: &Engine, model: &Gpt2, tokens: &[u32]) -> Result<Vec<f32>
 
 /// The token that `draw`, in `[0, 1)`, falls on; `None` if the logits have no finite maximum.
 fn choose(logits: &[f32], options: &SampleOptions, draw: f64) -> Option<u32> {
-    // Likeliest first; of equals the lower id.
+    if logits.iter().any(|logit| logit.is_nan()) {
+        return None;
+    }
+    // Likeliest first; of equals, both zeros among them, the lower id: the sort is stable.
     let mut order: Vec<usize> = (0..logits.len()).collect();
-    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+    order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap_or(Ordering::Equal));
     let best = f64::from(logits[*order.first()?]);
-    if !best.is_finite() || logits.iter().any(|logit| logit.is_nan()) {
+    if !best.is_finite() {
         return None;
     }
     let candidates = match (options.temperature, options.top_k) {
@@ -120,7 +127,11 @@ fn choose(logits: &[f32], options: &SampleOptions, draw: f64) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use ebbtide_kernels::Device;
+    use ebbtide_offload::{OffloadOptions, policy::Builtin};
+
     use super::*;
+    use crate::gpt2::Gpt2Config;
 
     fn options(temperature: f32, top_k: usize) -> SampleOptions {
         SampleOptions { tokens: 1, temperature, top_k, seed: 0 }
@@ -158,6 +169,67 @@ mod tests {
             (of_two[1] - 0.5).abs() < 1e-3 && (of_two[2] - 0.5).abs() < 1e-3 && of_two[0] + of_two[3] == 0.0
         );
         assert_eq!(choose(&logits, &options(0.0, 0), 0.99), Some(1));
+        assert_eq!(choose(&[-0.0, 0.0], &options(0.0, 0), 0.99), Some(0));
+        // Never outside of the vocabulary, however low the temperature or high the rank.
+        assert_eq!(choose(&logits, &options(f32::MIN_POSITIVE, 99), 0.0), Some(1));
+        assert_eq!(choose(&[], &options(1.0, 0), 0.5), None);
         assert_eq!(choose(&[f32::NAN, 1.0], &options(1.0, 0), 0.5), None);
+    }
+
+    fn model() -> (Engine, Gpt2) {
+        let device = Device::cpu().unwrap();
+        let engine = Engine::new(&device, Builtin::Keep.policy(), OffloadOptions::default()).unwrap();
+        let config = Gpt2Config { context: 8, width: 16, layers: 2, heads: 2, vocabulary: 13, ..named() };
+        let model = Gpt2::new(&engine, config, 1, false).unwrap();
+        (engine, model)
+    }
+
+    fn named() -> Gpt2Config {
+        Gpt2Config::named("gpt2").unwrap()
+    }
+
+    #[test]
+    fn a_seed_draws_the_same_and_only_the_context_counts() {
+        let (engine, model) = model();
+        let draw = |prompt: &[u32], seed: u64, stop_after: usize| {
+            let options = SampleOptions { tokens: 20, temperature: 1.0, top_k: 0, seed };
+            let mut told = Vec::new();
+            let mut on_token = |token| {
+                told.push(token);
+                told.len() < stop_after
+            };
+            let drawn = generate(&engine, &model, prompt, &options, &mut on_token).unwrap();
+            assert_eq!(drawn, told);
+            drawn
+        };
+        let prompt: Vec<u32> = (0..8).collect();
+        let first = draw(&prompt, 1, usize::MAX);
+        assert_eq!((first.len(), draw(&prompt, 1, usize::MAX)), (20, first.clone()));
+        assert_ne!(draw(&prompt, 2, usize::MAX), first);
+        assert_eq!(draw(&prompt, 1, 3), first[..3]);
+        assert_eq!(draw(&[&[12, 11, 10], &prompt[..]].concat(), 1, usize::MAX), first);
+    }
+
+    #[test]
+    fn the_last_position_decides() {
+        let (engine, model) = model();
+        let logits = |tokens: &[u32]| next_logits(&engine, &model, tokens).unwrap();
+        assert_eq!(logits(&[1, 2, 3]).len(), 13);
+        assert_ne!(logits(&[1, 2, 3]), logits(&[1, 2, 4]));
+    }
+
+    #[test]
+    fn what_cannot_be_gone_on_from_is_an_error() {
+        let (engine, model) = model();
+        let error = |prompt: &[u32], temperature: f32| {
+            generate(&engine, &model, prompt, &options(temperature, 0), &mut |_| true)
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(error(&[], 1.0).contains("at least one token"));
+        assert!(error(&[0, 13], 1.0).contains("below the vocabulary's 13, found 13 at index 1"));
+        for temperature in [-1.0, f32::NAN, f32::INFINITY] {
+            assert!(error(&[0], temperature).starts_with("temperature: "));
+        }
     }
 }
