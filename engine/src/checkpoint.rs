@@ -54,9 +54,10 @@ struct FileState {
 }
 
 /// Saves a trainer's state as `step-N` in a folder, and gives its path. Of the older ones the newest `keep_last` stay, this
-/// one counted; 0 keeps all. A whole checkpoint of the same step is left as it is.
+/// one counted; 0 keeps all. A whole checkpoint of the same step is left as it is: a folder is one run's.
 ///
 /// # Errors
+/// [`Error::File`] if the same step of another model is there.
 /// [`Error::Io`], such as for a full disk: nothing is left of the attempt then, and older checkpoints stay. The device's.
 pub fn save(trainer: &Trainer, folder: &Path, extra: serde_json::Value, keep_last: usize) -> Result<PathBuf> {
     let step = trainer.steps_done();
@@ -64,7 +65,8 @@ pub fn save(trainer: &Trainer, folder: &Path, extra: serde_json::Value, keep_las
     fs::create_dir_all(folder).map_err(io(folder, "make the folder"))?;
     remove_leftovers(folder)?;
     if path.is_dir() {
-        if verify(&path).is_ok() {
+        if let Ok(there) = verify(&path) {
+            check_model(&there.model, trainer.model().config(), &path)?;
             return Ok(path);
         }
         remove(&path)?;

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use ebbtide_kernels::{DType, Slice};
+use ebbtide_kernels::{DType, Op, Slice};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensorError, View, tensor::Metadata};
 
@@ -37,6 +37,10 @@ pub(crate) fn write(engine: &Engine, path: &Path, entries: Vec<Entry>) -> Result
         SafeTensorError::IoError(source) => Error::Io { path: path.to_path_buf(), action: "write", source },
         error => Error::File { path: path.to_path_buf(), message: error.to_string() },
     })?;
+    // The crate writes through a temporary file, which is for its owner alone; this one is an ordinary file.
+    #[cfg(unix)]
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o644))
+        .map_err(|source| Error::Io { path: path.to_path_buf(), action: "set the permissions", source })?;
     let sync = File::open(path).and_then(|file| file.sync_all());
     sync.map_err(|source| Error::Io { path: path.to_path_buf(), action: "write", source })
 }
@@ -56,8 +60,14 @@ impl View for DeviceTensor<'_> {
         &self.shape
     }
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.engine.compute().download::<f32>(&self.slice) {
-            Ok(values) => Cow::Owned(bytemuck::cast_slice(&values).to_vec()),
+        let download = || {
+            let host = self.engine.device().host_buffer(self.slice.bytes(), "download")?;
+            let input = self.slice.clone();
+            self.engine.compute().submit(Op::CopyOut { input, out: host.all() })?;
+            host.all().to_vec::<u8>()
+        };
+        match download() {
+            Ok(bytes) => Cow::Owned(bytes),
             Err(error) => {
                 self.failure.borrow_mut().get_or_insert(error.into());
                 Cow::Owned(vec![0; self.data_len()])
@@ -105,7 +115,8 @@ impl TensorFile {
         file.read_exact(&mut header).map_err(io("read"))?;
         let metadata: Metadata = serde_json::from_slice(&header)
             .map_err(|error| wrong(format!("not a safetensors file: its header: {error}")))?;
-        let end = data_start + metadata.data_len() as u64;
+        // Lengths of a header that was not written by us may be anything.
+        let end = data_start.saturating_add(metadata.data_len() as u64);
         if bytes < end {
             return Err(cut("the data", end));
         }
