@@ -240,20 +240,20 @@ impl Overrides {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("{path}: cannot read the configuration: {source}")]
+    #[error("{path}: cannot read the configuration: {reason}")]
     Read {
         /// The file.
         path: PathBuf,
         /// The system's reason.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
     /// The file is not TOML, or has a key or a type that it should not.
-    #[error("{path}: {source}")]
+    #[error("{path}: {reason}")]
     Parse {
         /// The file.
         path: PathBuf,
         /// Where and what.
-        source: Box<toml::de::Error>,
+        reason: Box<toml::de::Error>,
     },
     /// A value that cannot be.
     #[error("{field}: expected {expected}, found {found}")]
@@ -302,9 +302,9 @@ impl ConfigFile {
     /// [`ConfigError::Read`], or [`ConfigError::Parse`] with the line and the keys that would do.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = fs::read_to_string(path)
-            .map_err(|source| ConfigError::Read { path: path.to_path_buf(), source })?;
+            .map_err(|reason| ConfigError::Read { path: path.to_path_buf(), reason })?;
         let mut config: ConfigFile = toml::from_str(&text)
-            .map_err(|source| ConfigError::Parse { path: path.to_path_buf(), source: Box::new(source) })?;
+            .map_err(|reason| ConfigError::Parse { path: path.to_path_buf(), reason: Box::new(reason) })?;
         let folder = path.parent().unwrap_or(Path::new(""));
         let paths = [&mut config.data.tokens, &mut config.data.validation, &mut config.model.weights];
         for path in paths.into_iter().flatten() {
@@ -401,9 +401,9 @@ impl Config {
     /// [`ConfigError::Read`], [`ConfigError::Parse`], and those of [`Config::check`].
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
         let text = fs::read_to_string(path)
-            .map_err(|source| ConfigError::Read { path: path.to_path_buf(), source })?;
+            .map_err(|reason| ConfigError::Read { path: path.to_path_buf(), reason })?;
         let config: Config = toml::from_str(&text)
-            .map_err(|source| ConfigError::Parse { path: path.to_path_buf(), source: Box::new(source) })?;
+            .map_err(|reason| ConfigError::Parse { path: path.to_path_buf(), reason: Box::new(reason) })?;
         config.check()?;
         Ok(config)
     }

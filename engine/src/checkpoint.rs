@@ -311,7 +311,7 @@ fn sync_folder(folder: &Path) -> Result<()> {
 
 fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.to_path_buf();
-    move |source| Error::Io { path, action, source }
+    move |reason| Error::Io { path, action, reason }
 }
 
 #[cfg(test)]

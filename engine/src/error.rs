@@ -58,13 +58,13 @@ pub enum Error {
         message: String,
     },
     /// The system refused an operation on a file.
-    #[error("{path}: cannot {action}: {source}")]
+    #[error("{path}: cannot {action}: {reason}")]
     Io {
         /// The file.
         path: PathBuf,
         /// The operation.
         action: &'static str,
         /// The system's reason.
-        source: std::io::Error,
+        reason: std::io::Error,
     },
 }

@@ -42,9 +42,9 @@ pub fn export(engine: &Engine, model: &Gpt2, folder: &Path) -> Result<()> {
         let parameters = model.parameters();
         tensor_file::write(engine, &weights_partial, entries(parameters, parameters.weights(), "")?)?;
         fs::rename(&config_partial, &config).map_err(io(&config, "put in place"))?;
-        fs::rename(&weights_partial, &weights).map_err(|source| {
+        fs::rename(&weights_partial, &weights).map_err(|reason| {
             let _ = fs::remove_file(&config);
-            io(&weights, "put in place")(source)
+            io(&weights, "put in place")(reason)
         })
     };
     write().inspect_err(|_| {
@@ -67,7 +67,7 @@ fn write_config(path: &Path, config: &Gpt2Config) -> Result<()> {
 
 fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
     let path = path.to_path_buf();
-    move |source| Error::Io { path, action, source }
+    move |reason| Error::Io { path, action, reason }
 }
 
 /// Every parameter's part of a flat buffer, with `prefix` before the names.
@@ -111,7 +111,7 @@ fn config_json(config: &Gpt2Config) -> Value {
 /// [`Error::Io`]; [`Error::File`] names the key that is missing or not supported; those of [`Gpt2Config::check`].
 pub fn read_config(folder: &Path) -> Result<Gpt2Config> {
     let path = folder.join("config.json");
-    let text = fs::read(&path).map_err(|source| Error::Io { path: path.clone(), action: "read", source })?;
+    let text = fs::read(&path).map_err(|reason| Error::Io { path: path.clone(), action: "read", reason })?;
     let wrong = |message: String| Error::File { path: path.clone(), message };
     let value: Value = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
     if value["model_type"] != "gpt2" {

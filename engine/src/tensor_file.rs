@@ -34,15 +34,15 @@ pub(crate) fn write(engine: &Engine, path: &Path, entries: Vec<Entry>) -> Result
         return Err(error);
     }
     result.map_err(|error| match error {
-        SafeTensorError::IoError(source) => Error::Io { path: path.to_path_buf(), action: "write", source },
+        SafeTensorError::IoError(reason) => Error::Io { path: path.to_path_buf(), action: "write", reason },
         error => Error::File { path: path.to_path_buf(), message: error.to_string() },
     })?;
     // The crate writes through a temporary file, which is for its owner alone; this one is an ordinary file.
     #[cfg(unix)]
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o644))
-        .map_err(|source| Error::Io { path: path.to_path_buf(), action: "set the permissions", source })?;
+        .map_err(|reason| Error::Io { path: path.to_path_buf(), action: "set the permissions", reason })?;
     let sync = File::open(path).and_then(|file| file.sync_all());
-    sync.map_err(|source| Error::Io { path: path.to_path_buf(), action: "write", source })
+    sync.map_err(|reason| Error::Io { path: path.to_path_buf(), action: "write", reason })
 }
 
 struct DeviceTensor<'a> {
@@ -91,7 +91,7 @@ pub(crate) struct TensorFile {
 impl TensorFile {
     /// Reads the header, and holds it against the file's length.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let io = |action| move |source| Error::Io { path: path.to_path_buf(), action, source };
+        let io = |action| move |reason| Error::Io { path: path.to_path_buf(), action, reason };
         let wrong = |message: String| Error::File { path: path.to_path_buf(), message };
         let mut file = File::open(path).map_err(io("open"))?;
         let bytes = file.metadata().map_err(io("read the length"))?.len();
@@ -151,10 +151,10 @@ impl TensorFile {
         let dtype = info.dtype;
         let mut bytes = vec![0; end - start];
         let read = self.file.seek(SeekFrom::Start(self.data_start + start as u64));
-        read.and_then(|_| self.file.read_exact(&mut bytes)).map_err(|source| Error::Io {
+        read.and_then(|_| self.file.read_exact(&mut bytes)).map_err(|reason| Error::Io {
             path: self.path.clone(),
             action: "read",
-            source,
+            reason,
         })?;
         let pairs = || bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]));
         Ok(match dtype {

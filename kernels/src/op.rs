@@ -906,7 +906,12 @@ impl Place<'_> {
     fn overlaps(&self, other: &Place<'_>) -> bool {
         match (self, other) {
             (Place::Device(a), Place::Device(b)) => {
-                a.range().start < b.range().end && b.range().start < a.range().end
+                // The same addresses of two devices are two places; that they meet in one op is another error.
+                let same_device = match (a.device(), b.device()) {
+                    (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+                    _ => true,
+                };
+                same_device && a.range().start < b.range().end && b.range().start < a.range().end
             }
             (Place::Host(a), Place::Host(b)) => a.overlaps(b),
             _ => false,

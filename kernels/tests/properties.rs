@@ -465,3 +465,12 @@ fn custom_ops_run_in_order_and_may_fail() {
     let expected = Error::OpFailed { op: "double_and_add".to_string(), message: "a zero".to_string() };
     assert_eq!(device.synchronize(), Err(expected));
 }
+
+/// The same offsets of two devices are not one place.
+#[test]
+fn two_devices_do_not_meet_in_an_op() {
+    let (first, second) = (cpu(1), cpu(1));
+    let (input, out) = (Bench::new(&first).up(1, 4), Bench::new(&second).up(2, 4));
+    let error = first.stream("compute").submit(Op::Add { input, out }).unwrap_err();
+    assert_eq!(error, Error::OtherDevice { op: "add".to_string(), operand: "out" });
+}

@@ -136,11 +136,11 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     }
     check_budget(&config)?;
     let last = if resumes { checkpoint::latest(&folder.checkpoints())? } else { None };
+    check_disk(&config, &folder)?;
     if !resumes {
         check_files(&config)?;
         folder.create(&config)?;
     }
-    check_disk(&config, &folder)?;
     let data = folder.data(&config)?;
     let mut run = Run::start(config, folder, data)?;
     if let Some(last) = last {
@@ -244,7 +244,10 @@ fn check_disk(config: &Config, folder: &RunFolder) -> Result<()> {
     // Weights and two moments, f32; while a checkpoint is written its predecessors are still there.
     let checkpoint_bytes = 12 * config.model.parameters() as u64;
     let count = config.training.keep_checkpoints.max(1) as u64 + 1;
-    let free = fs4::available_space(folder.path())
+    // The folder may not be there yet: what it will be made in is.
+    let place = std::path::absolute(folder.path()).unwrap_or_default();
+    let place = place.ancestors().find(|ancestor| ancestor.exists()).unwrap_or(folder.path());
+    let free = fs4::available_space(place)
         .with_context(|| format!("{}: cannot ask for the disk's free space", folder.path().display()))?;
     let have = free + folder_bytes(&folder.checkpoints());
     if have < checkpoint_bytes * count {

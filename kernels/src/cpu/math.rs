@@ -61,7 +61,12 @@ pub(crate) fn gelu_tanh(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn gelu_tanh_slope(x: f32) -> f32 {
     let s = sigmoid(TANH_SCALE * x * (1.0 + TANH_CUBE * x * x));
-    s + x * s * (1.0 - s) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * x * x)
+    // From |x| = 100 on `s (1 - s)` is 0, which must not meet an infinity.
+    let square = x * x;
+    let square = if square > 1e4 { 1e4 } else { square };
+    let bounded = if x > 100.0 { 100.0 } else { x };
+    let bounded = if bounded < -100.0 { -100.0 } else { bounded };
+    s + bounded * s * (1.0 - s) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * square)
 }
 
 /// `Φ(x) = 0.5 (1 + erf(x / √2))`, within 3·10⁻⁷.
@@ -219,6 +224,10 @@ mod tests {
         }
         for f in [gelu_tanh, gelu_erf, gelu_tanh_slope, gelu_erf_slope] {
             assert!(f(f32::NAN).is_nan());
+        }
+        for x in [1e5, 1e20, f32::MAX] {
+            assert_eq!((gelu_tanh_slope(x), gelu_tanh_slope(-x)), (1.0, 0.0));
+            assert_eq!((gelu_erf_slope(x), gelu_erf_slope(-x)), (1.0, 0.0));
         }
         assert_eq!((gelu_tanh(f32::INFINITY), gelu_erf(f32::INFINITY)), (f32::INFINITY, f32::INFINITY));
     }
