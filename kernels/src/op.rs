@@ -39,6 +39,28 @@ pub enum GeluKind {
     Erf,
 }
 
+/// How a code is chosen between its two neighbours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rounding {
+    /// The nearest.
+    Nearest,
+    /// The upper one with the probability of the distance to the lower: right in the mean. The draw of element `i` is word
+    /// `i % 4` of `philox4x32_10(counter = [i / 4 low, i / 4 high, site, step], key = seed)`, apart from dropout's by its key.
+    Stochastic {
+        /// The generator's key.
+        seed: u64,
+        /// Which tensor.
+        site: u32,
+        /// Which forward pass.
+        step: u32,
+    },
+}
+
+/// Bytes of `len` elements in int8 with one f32 scale a `group`: see [`Op::Int8Encode`].
+pub const fn int8_bytes(len: usize, group: usize) -> usize {
+    4 * len.div_ceil(group) + len
+}
+
 /// How a matrix operand of [`Gemm`] lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
@@ -356,6 +378,30 @@ pub enum Op {
         /// To.
         out: Slice,
     },
+    /// To int8, symmetric, with one f32 scale a group of consecutive elements: the scales, then the codes.
+    ///
+    /// For every finite element, `|x − x̂| ≤ scale / 2` with [`Rounding::Nearest`], exactly; at most `scale (1 + 2⁻¹⁶)` with
+    /// stochastic rounding. A group of zeros comes back as zeros; an element that is not finite comes back as NaN, and does
+    /// not touch the others of its group.
+    Int8Encode {
+        /// f32.
+        input: Slice,
+        /// u8, [`int8_bytes`] of them.
+        out: Slice,
+        /// Elements of a group: 64, 128 or 256.
+        group: usize,
+        /// How codes are chosen.
+        rounding: Rounding,
+    },
+    /// From int8, as [`Op::Int8Encode`] wrote it.
+    Int8Decode {
+        /// u8, [`int8_bytes`] of them.
+        input: Slice,
+        /// f32.
+        out: Slice,
+        /// Elements of a group: 64, 128 or 256.
+        group: usize,
+    },
     /// Device to host.
     CopyOut {
         /// From.
@@ -536,6 +582,8 @@ impl Op {
             Op::Fill { .. } => "fill",
             Op::Copy { .. } => "copy",
             Op::Cast { .. } => "cast",
+            Op::Int8Encode { .. } => "int8_encode",
+            Op::Int8Decode { .. } => "int8_decode",
             Op::CopyOut { .. } => "copy_out",
             Op::CopyIn { .. } => "copy_in",
             Op::Add { .. } => "add",
@@ -611,6 +659,14 @@ impl Op {
                 operands.extend(op.bias.iter().map(|bias| device("bias", bias, Read, op.n)));
                 operands
             }
+            Op::Int8Encode { input, out, group, .. } => vec![
+                device("input", input, Read, input.len()),
+                device("out", out, Write, int8_bytes(input.len(), (*group).max(1))).dtype(DType::U8),
+            ],
+            Op::Int8Decode { input, out, group } => vec![
+                device("input", input, Read, int8_bytes(out.len(), (*group).max(1))).dtype(DType::U8),
+                device("out", out, Write, out.len()),
+            ],
             Op::BiasBackward { dout, dbias, workspace, rows, width } => vec![
                 device("dout", dout, Read, rows * width),
                 device("dbias", dbias, Update, *width),
@@ -746,6 +802,8 @@ impl Op {
             Op::Fill { out, .. } => vec![out],
             Op::Copy { input, out }
             | Op::Cast { input, out }
+            | Op::Int8Encode { input, out, .. }
+            | Op::Int8Decode { input, out, .. }
             | Op::Add { input, out }
             | Op::Gelu { input, out, .. }
             | Op::Sum { input, out, .. }
@@ -888,6 +946,11 @@ impl Op {
             return bad("a dropout probability in [0, 1)", dropout.probability.to_string());
         }
         match self {
+            Op::Int8Encode { group, .. } | Op::Int8Decode { group, .. }
+                if ![64, 128, 256].contains(group) =>
+            {
+                bad("a group of 64, 128 or 256", group.to_string())
+            }
             Op::AdamW(op) if op.step == 0 => bad("a step from 1", "0".into()),
             Op::Cast { input, out } => {
                 let is_float = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);

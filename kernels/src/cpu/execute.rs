@@ -10,6 +10,7 @@ use super::{
     elementwise::{add, copy, dropout, fill, gelu, gelu_backward},
     embedding::{EmbeddingShape, embedding, embedding_backward},
     gemm::{GemmArgs, gemm},
+    int8::{int8_decode, int8_encode},
     layer_norm::{
         LayerNormArgs, LayerNormBackwardArgs, ResidualArgs, layer_norm, layer_norm_apply, layer_norm_backward,
     },
@@ -61,6 +62,14 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             // SAFETY: as above.
             _ => unsafe { cast_from(threads, memory.read::<f32>(input), out, memory) },
         },
+        Op::Int8Encode { input, out, group, rounding } => {
+            // SAFETY: as above.
+            int8_encode(threads, read(input), unsafe { memory.write_bytes(out) }, *group, *rounding);
+        }
+        Op::Int8Decode { input, out, group } => {
+            // SAFETY: as above.
+            int8_decode(threads, unsafe { memory.read_bytes(input) }, write(out), *group);
+        }
         Op::Add { input, out } => add(threads, read(input), write(out)),
         Op::Dropout { data, dropout: key } => dropout(threads, write(data), key),
         Op::Gemm(op) => gemm(

@@ -11,6 +11,7 @@ mod elementwise;
 mod embedding;
 pub(crate) mod execute;
 mod gemm;
+mod int8;
 mod layer_norm;
 mod math;
 mod reduce;
