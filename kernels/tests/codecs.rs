@@ -1,7 +1,7 @@
 //! Codecs, element by element, for every class of values.
 
 use ebbtide_kernels::{
-    Category, CpuOptions, DType, Device, Op,
+    Category, CpuOptions, DType, Device, Op, Stream,
     op::{Rounding, int8_bytes},
 };
 use proptest::prelude::*;
@@ -32,8 +32,8 @@ fn values() -> impl Strategy<Value = Vec<f32>> {
 }
 
 /// Encodes and decodes: each group's scale, and the elements that come back.
-fn round_trip(device: &Device, values: &[f32], group: usize, rounding: Rounding) -> (Vec<f32>, Vec<f32>) {
-    let stream = device.stream("compute");
+fn round_trip(stream: &Stream, values: &[f32], group: usize, rounding: Rounding) -> (Vec<f32>, Vec<f32>) {
+    let device = stream.device();
     let alloc = |len, dtype| device.alloc(len, dtype, Category::Workspace, "block").unwrap();
     let input = stream.upload(values, Category::Workspace, "x").unwrap();
     let (block, out) = (alloc(int8_bytes(values.len(), group), DType::U8), alloc(values.len(), DType::F32));
@@ -70,6 +70,7 @@ fn check(values: &[f32], group: usize, scales: &[f32], back: &[f32], steps: f64)
 #[test]
 fn int8_keeps_its_bound_for_every_input() {
     let device = Device::cpu_with(CpuOptions { threads: Some(1), budget_bytes: None }).unwrap();
+    let stream = device.stream("compute");
     let groups = prop_oneof![Just(64usize), Just(128), Just(256)];
     let config = ProptestConfig { cases: cases(), ..ProptestConfig::default() };
     proptest!(config, |(values in values(), group in groups, seed: u64, stochastic: bool)| {
@@ -77,7 +78,7 @@ fn int8_keeps_its_bound_for_every_input() {
             false => (Rounding::Nearest, 0.5),
             true => (Rounding::Stochastic { seed, site: 3, step: 9 }, 1.0 + 1.0 / 65536.0),
         };
-        let (scales, back) = round_trip(&device, &values, group, rounding);
+        let (scales, back) = round_trip(&stream, &values, group, rounding);
         check(&values, group, &scales, &back, steps);
     });
 }
@@ -85,11 +86,14 @@ fn int8_keeps_its_bound_for_every_input() {
 #[test]
 fn int8_gives_the_same_bits_for_any_thread_count_and_in_simulation() {
     let values: Vec<f32> = (0..300_001).map(|i| (i64::from(i) * 7919 % 10_007) as f32 / 1e3 - 5.0).collect();
-    let cpu = |threads| Device::cpu_with(CpuOptions { threads: Some(threads), budget_bytes: None }).unwrap();
+    let cpu = |threads| {
+        let device = Device::cpu_with(CpuOptions { threads: Some(threads), budget_bytes: None }).unwrap();
+        device.stream("compute")
+    };
     for rounding in [Rounding::Nearest, Rounding::Stochastic { seed: 1, site: 2, step: 3 }] {
         let expected = round_trip(&cpu(1), &values, 128, rounding);
         assert!(round_trip(&cpu(3), &values, 128, rounding) == expected);
-        let sim = Device::sim(Default::default()).unwrap();
+        let sim = Device::sim(Default::default()).unwrap().stream("compute");
         assert!(round_trip(&sim, &values, 128, rounding) == expected);
     }
 }
@@ -100,7 +104,12 @@ fn stochastic_rounding_is_unbiased() {
     let device = Device::cpu().unwrap();
     // The scale is 1, from the 127 at the front of each group; 0.3 of a step rounds up in 3 of 10 draws.
     let values: Vec<f32> = (0..256_000).map(|i| if i % 64 == 0 { 127.0 } else { 0.3 }).collect();
-    let (scales, back) = round_trip(&device, &values, 64, Rounding::Stochastic { seed: 5, site: 1, step: 1 });
+    let (scales, back) = round_trip(
+        &device.stream("compute"),
+        &values,
+        64,
+        Rounding::Stochastic { seed: 5, site: 1, step: 1 },
+    );
     assert!(scales.iter().all(|&scale| scale == 1.0));
     let draws = values.len() as f64 * 63.0 / 64.0;
     let up = back.iter().filter(|&&x| x == 1.0).count() as f64;
