@@ -7,7 +7,7 @@
 
 use ebbtide::{
     kernels::{Category, DType, Device, Op, bytes},
-    offload::{Activation, Offload, OffloadOptions, Placement, Policy, Role, SegmentPlan},
+    offload::{Activation, Codec, Offload, OffloadOptions, Placement, Policy, Role, SegmentPlan},
 };
 
 /// A policy of one's own: what is large goes to the host.
@@ -16,8 +16,8 @@ struct LargeOut;
 impl Policy for LargeOut {
     fn activation(&self, activation: &Activation<'_>) -> Placement {
         match activation.shape.iter().product::<usize>() {
-            1_000_000.. => Placement::Offload,
-            _ => Placement::Keep,
+            1_000_000.. => Placement::Offload(Codec::Raw),
+            _ => Placement::Keep(Codec::Raw),
         }
     }
     fn segment(&self, _name: &str) -> SegmentPlan {
@@ -33,7 +33,7 @@ fn main() -> ebbtide::kernels::Result<()> {
     let options = OffloadOptions { in_flight_bytes: 8 << 20, prefetch_bytes: 8 << 20, ..Default::default() };
     let offload = Offload::new(&compute, Box::new(LargeOut), options)?;
 
-    offload.begin_forward();
+    offload.begin_forward(1);
     let mut saved = Vec::new();
     for layer in 0..LAYERS {
         let out = offload.alloc(SIZE, DType::F32, Category::Activations, "activation")?;

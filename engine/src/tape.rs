@@ -81,7 +81,7 @@ impl<'m> Tape<'m> {
     /// A tape that records, for training. `seed` and `step` key the dropout: two forward passes of a run never share a
     /// step.
     pub fn train(engine: &Engine, seed: u64, step: u32) -> Self {
-        engine.offload().begin_forward();
+        engine.offload().begin_forward(step);
         Self::new(engine, true, seed, step, Rc::default())
     }
 

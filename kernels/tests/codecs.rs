@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 /// Cases of the property tests; each holds some hundred elements.
 fn cases() -> u32 {
-    if std::env::var_os("EBBTIDE_SOAK").is_some() { 100_000 } else { 2_000 }
+    if std::env::var_os("EBBTIDE_SOAK").is_some() { 1_000_000 } else { 10_000 }
 }
 
 /// Any f32: normal, subnormal, zero, huge, NaN, infinite, and groups of one kind.

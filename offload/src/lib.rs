@@ -15,6 +15,9 @@
 //! - A handle owns what it stands for: when the last [`Saved`] of a slice is dropped, used or not, its device memory and
 //!   its host slot are free again. An abandoned step leaves nothing behind.
 //!
+//! - A [`Codec`] may store a slice in fewer bytes: it runs on the compute stream, before the copy out and after the copy
+//!   back, so the link carries the small form.
+//!
 //! Costs, a saved slice: a hash lookup and a submission; bytes over the link: each slice once out and once back.
 //!
 //! ```
@@ -36,10 +39,14 @@
 //! # }
 //! ```
 
+mod codec;
+mod expression;
 mod host_pool;
 pub mod policy;
 mod runtime;
 
+pub use codec::Codec;
 pub use ebbtide_kernels::{Error, Result};
+pub use expression::Expression;
 pub use policy::{Activation, Placement, Policy, Role, SegmentPlan};
 pub use runtime::{Offload, OffloadOptions, OffloadReport, Saved};

@@ -2,6 +2,8 @@
 
 use std::{fmt, str::FromStr};
 
+use crate::Codec;
+
 /// What a policy is told about a tensor that backward will need.
 #[derive(Clone, Copy, Debug)]
 pub struct Activation<'a> {
@@ -41,10 +43,10 @@ pub enum Role {
 /// Where a saved tensor goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// It stays on the device.
-    Keep,
-    /// It goes to host memory, and comes back before backward needs it.
-    Offload,
+    /// It stays on the device; unless raw, in fewer bytes.
+    Keep(Codec),
+    /// It goes to host memory, and comes back before backward needs it; the link carries the stored form.
+    Offload(Codec),
     /// It is not saved, but made again from others when backward needs it. Only where [`Activation::rerun`] says so;
     /// elsewhere it is kept.
     Rerun,
@@ -78,7 +80,7 @@ impl Policy for KeepAll {
     fn activation(&self, activation: &Activation<'_>) -> Placement {
         match activation.role {
             Role::NormOutput => Placement::Rerun,
-            _ => Placement::Keep,
+            _ => Placement::Keep(Codec::Raw),
         }
     }
 }
@@ -104,8 +106,8 @@ impl Policy for OffloadAll {
     fn activation(&self, activation: &Activation<'_>) -> Placement {
         match activation.role {
             Role::NormOutput => Placement::Rerun,
-            Role::Statistic => Placement::Keep,
-            _ => Placement::Offload,
+            Role::Statistic => Placement::Keep(Codec::Raw),
+            _ => Placement::Offload(Codec::Raw),
         }
     }
 }

@@ -8,6 +8,7 @@ use std::{
 use ebbtide_kernels::{Category, DType, Device, Error, Op, OutOfMemory, Result, Slice, Stream};
 
 use crate::{
+    Codec, Role,
     host_pool::{HostPool, HostSlot},
     policy::{Activation, Placement, Policy, SegmentPlan},
 };
@@ -35,9 +36,13 @@ impl Default for OffloadOptions {
 pub struct OffloadReport {
     /// Bytes saved for backward during forward passes, each slice once: kept and sent out together.
     pub saved_bytes: u64,
-    /// Bytes copied out.
+    /// Bytes that lossy codecs were given, and [`OffloadReport::encoded_bytes`] is what they made of them.
+    pub lossy_bytes: u64,
+    /// Bytes that lossy codecs made.
+    pub encoded_bytes: u64,
+    /// Bytes copied out, in stored form.
     pub out_bytes: u64,
-    /// Bytes copied back.
+    /// Bytes copied back, in stored form.
     pub in_bytes: u64,
     /// Bytes handed back while their copy out was in flight, so that no copy back was needed.
     pub forwarded_bytes: u64,
@@ -61,6 +66,7 @@ pub struct Offload(Arc<Inner>);
 
 struct Inner {
     device: Device,
+    compute: Stream,
     out: Stream,
     back: Stream,
     policy: Box<dyn Policy>,
@@ -79,6 +85,8 @@ struct State {
     in_flight: VecDeque<(Weak<Entry>, usize)>,
     in_flight_bytes: usize,
     backward: bool,
+    /// Which forward pass this is: a key of stochastic rounding.
+    step: u32,
     report: OffloadReport,
 }
 
@@ -90,18 +98,25 @@ type Key = (u64, usize, usize, DType);
 pub struct Saved(Arc<Entry>);
 
 struct Entry {
+    /// Bytes in stored form.
     bytes: usize,
+    /// Length as it was saved; lossy codecs apply to f32 alone.
     len: usize,
-    dtype: DType,
+    codec: Codec,
+    /// Length and dtype in stored form.
+    stored: (usize, DType),
     name: String,
     /// Its index in [`State::order`]; `None` where it never leaves the device.
     position: Option<usize>,
     place: Mutex<Place>,
 }
 
+/// All but the first hold the stored form.
 enum Place {
-    /// On the device, to stay.
+    /// On the device as it was saved, to stay.
     Device(Slice),
+    /// On the device in stored form, to stay.
+    Encoded(Slice),
     /// A copy out was started, and the device memory is still held.
     Leaving(Slice, HostSlot),
     /// In host memory.
@@ -121,7 +136,16 @@ impl Offload {
         let device = compute.device().clone();
         let (out, back) = (device.stream("offload out"), device.stream("offload in"));
         let pool = HostPool::new(device.clone());
-        Ok(Offload(Arc::new(Inner { device, out, back, policy, options, pool, state: Mutex::default() })))
+        Ok(Offload(Arc::new(Inner {
+            device,
+            compute: compute.clone(),
+            out,
+            back,
+            policy,
+            options,
+            pool,
+            state: Mutex::default(),
+        })))
     }
 
     /// What the policy says about a segment.
@@ -129,10 +153,14 @@ impl Offload {
         self.0.policy.segment(name)
     }
 
-    /// What the policy says about a tensor; [`Placement::Keep`] where it asks for what cannot be.
+    /// What the policy says about a tensor; raw and on the device where it asks for what cannot be. Statistics are never
+    /// lossy.
     pub fn placement(&self, activation: &Activation<'_>) -> Placement {
+        let exact = activation.role == Role::Statistic;
         match self.0.policy.activation(activation) {
-            Placement::Rerun if !activation.rerun => Placement::Keep,
+            Placement::Rerun if !activation.rerun => Placement::Keep(Codec::Raw),
+            Placement::Keep(_) if exact => Placement::Keep(Codec::Raw),
+            Placement::Offload(_) if exact => Placement::Offload(Codec::Raw),
             placement => placement,
         }
     }
@@ -162,24 +190,35 @@ impl Offload {
             return Ok(Saved(entry));
         }
         let is_parameter = slice.category() == Some(Category::Weights);
-        let leaves = !is_parameter
-            && bytes >= self.0.options.min_bytes
-            && self.placement(activation) == Placement::Offload;
+        let stays = is_parameter || bytes < self.0.options.min_bytes;
+        let (leaves, codec) = match self.placement(activation) {
+            _ if stays => (false, Codec::Raw),
+            Placement::Offload(codec) => (true, codec),
+            Placement::Keep(codec) => (false, codec),
+            Placement::Rerun => (false, Codec::Raw),
+        };
+        let codec = if slice.dtype() == DType::F32 { codec } else { Codec::Raw };
+        let (len, stored) = (slice.len(), codec.stored(slice.len(), slice.dtype()));
+        let slice = self.encode(&mut state, slice, codec, activation)?;
+        let stored_bytes = slice.bytes();
         if !state.backward && !is_parameter {
-            state.report.saved_bytes += bytes as u64;
+            state.report.saved_bytes += stored_bytes as u64;
         }
         let (place, position) = if leaves {
-            let slot = self.0.pool.take(bytes)?;
+            let slot = self.0.pool.take(stored_bytes)?;
             self.0.out.submit(Op::CopyOut { input: slice.clone(), out: slot.buffer().all() })?;
-            state.report.out_bytes += bytes as u64;
-            (Place::Leaving(slice.clone(), slot), Some(state.order.len()))
+            state.report.out_bytes += stored_bytes as u64;
+            (Place::Leaving(slice, slot), Some(state.order.len()))
+        } else if codec.is_lossy() {
+            (Place::Encoded(slice), None)
         } else {
-            (Place::Device(slice.clone()), None)
+            (Place::Device(slice), None)
         };
         let entry = Arc::new(Entry {
-            bytes,
-            len: slice.len(),
-            dtype: slice.dtype(),
+            bytes: stored_bytes,
+            len,
+            codec,
+            stored,
             name: activation.name.to_string(),
             position,
             place: Mutex::new(place),
@@ -187,11 +226,44 @@ impl Offload {
         state.entries.insert(key, Arc::downgrade(&entry));
         if leaves {
             state.order.push(Arc::downgrade(&entry));
-            state.in_flight.push_back((Arc::downgrade(&entry), bytes));
-            state.in_flight_bytes += bytes;
+            state.in_flight.push_back((Arc::downgrade(&entry), stored_bytes));
+            state.in_flight_bytes += stored_bytes;
             while state.in_flight_bytes > self.0.options.in_flight_bytes && state.release_oldest() {}
         }
         Ok(Saved(entry))
+    }
+
+    /// The stored form, made on the compute stream; the slice itself where it is stored raw.
+    fn encode(
+        &self,
+        state: &mut State,
+        slice: Slice,
+        codec: Codec,
+        activation: &Activation<'_>,
+    ) -> Result<Slice> {
+        if !codec.is_lossy() {
+            return Ok(slice);
+        }
+        let (len, dtype) = codec.stored(slice.len(), slice.dtype());
+        let out = self.alloc_in(state, len, dtype, Category::Activations, activation.name)?;
+        state.report.lossy_bytes += slice.bytes() as u64;
+        state.report.encoded_bytes += out.bytes() as u64;
+        if let Some(op) = codec.encode(slice, out.clone(), site(activation.name), state.step) {
+            self.0.compute.submit(op)?;
+        }
+        Ok(out)
+    }
+
+    /// What was saved, from the stored form.
+    fn decode(&self, state: &mut State, entry: &Entry, stored: Slice) -> Result<Slice> {
+        if !entry.codec.is_lossy() {
+            return Ok(stored);
+        }
+        let out = self.alloc_in(state, entry.len, DType::F32, Category::Activations, &entry.name)?;
+        if let Some(op) = entry.codec.decode(stored, out.clone()) {
+            self.0.compute.submit(op)?;
+        }
+        Ok(out)
     }
 
     /// Gives a saved slice back, and starts the copies back of those saved before it, which backward needs next.
@@ -205,21 +277,33 @@ impl Offload {
         let mut state = self.lock();
         let mut place = saved.0.lock();
         let late = matches!(*place, Place::Host(_));
-        let slice = match std::mem::replace(&mut *place, Place::Moving) {
-            Place::Device(slice) => slice,
-            Place::Leaving(slice, _) => {
-                state.report.forwarded_bytes += saved.0.bytes as u64;
-                slice
+        let stored = match std::mem::replace(&mut *place, Place::Moving) {
+            Place::Device(slice) => {
+                *place = Place::Device(slice.clone());
+                state.report.ready_loads += 1;
+                return Ok(slice);
             }
-            Place::Prefetched(slice, _) => slice,
+            Place::Encoded(stored) => stored,
+            Place::Leaving(stored, _) => {
+                state.report.forwarded_bytes += saved.0.bytes as u64;
+                stored
+            }
+            Place::Prefetched(stored, _) => stored,
             Place::Host(slot) => match self.copy_back(&mut state, &saved.0, &slot) {
-                Ok(slice) => slice,
+                Ok(stored) => stored,
                 Err(error) => {
                     *place = Place::Host(slot);
                     return Err(error);
                 }
             },
             Place::Moving => unreachable!("an entry's place is set while its lock is held"),
+        };
+        let slice = match self.decode(&mut state, &saved.0, stored.clone()) {
+            Ok(slice) => slice,
+            Err(error) => {
+                *place = Place::Encoded(stored);
+                return Err(error);
+            }
         };
         *place = Place::Device(slice.clone());
         drop(place);
@@ -239,6 +323,7 @@ impl Offload {
     /// # Errors
     /// [`Error::OutOfMemory`] if that does not suffice.
     pub fn alloc(&self, len: usize, dtype: DType, category: Category, name: &str) -> Result<Slice> {
+        // Without the lock first: mostly there is room.
         match self.0.device.alloc(len, dtype, category, name) {
             Err(Error::OutOfMemory(facts)) => {
                 self.alloc_relieved(&mut self.lock(), facts, len, dtype, category, name)
@@ -247,10 +332,26 @@ impl Offload {
         }
     }
 
-    /// Tells that a forward pass begins: what is saved from now on counts as saved bytes.
-    pub fn begin_forward(&self) {
+    fn alloc_in(
+        &self,
+        state: &mut State,
+        len: usize,
+        dtype: DType,
+        category: Category,
+        name: &str,
+    ) -> Result<Slice> {
+        match self.0.device.alloc(len, dtype, category, name) {
+            Err(Error::OutOfMemory(facts)) => self.alloc_relieved(state, facts, len, dtype, category, name),
+            other => other,
+        }
+    }
+
+    /// Tells that a forward pass begins: what is saved from now on counts as saved bytes. `step` keys stochastic rounding:
+    /// no two forward passes of a run share one.
+    pub fn begin_forward(&self, step: u32) {
         let mut state = self.lock();
         state.backward = false;
+        state.step = step;
         state.entries.retain(|_, entry| entry.strong_count() > 0);
         if state.entries.is_empty() {
             state.order.clear();
@@ -318,9 +419,8 @@ impl Offload {
     fn copy_back(&self, state: &mut State, entry: &Entry, slot: &HostSlot) -> Result<Slice> {
         match self.start_copy_back(state, entry, slot) {
             Err(Error::OutOfMemory(facts)) => {
-                let category = Category::Activations;
-                let slice =
-                    self.alloc_relieved(state, facts, entry.len, entry.dtype, category, &entry.name)?;
+                let ((len, dtype), category) = (entry.stored, Category::Activations);
+                let slice = self.alloc_relieved(state, facts, len, dtype, category, &entry.name)?;
                 self.submit_copy_back(state, slot, slice)
             }
             other => other,
@@ -328,7 +428,8 @@ impl Offload {
     }
 
     fn start_copy_back(&self, state: &mut State, entry: &Entry, slot: &HostSlot) -> Result<Slice> {
-        let slice = self.0.device.alloc(entry.len, entry.dtype, Category::Activations, &entry.name)?;
+        let (len, dtype) = entry.stored;
+        let slice = self.0.device.alloc(len, dtype, Category::Activations, &entry.name)?;
         self.submit_copy_back(state, slot, slice)
     }
 
@@ -361,6 +462,11 @@ impl Offload {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A tensor's key of stochastic rounding: FNV-1a of its name.
+fn site(name: &str) -> u32 {
+    name.bytes().fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
 impl State {
@@ -416,7 +522,7 @@ impl Saved {
         &self.0.name
     }
 
-    /// Its bytes.
+    /// Its bytes in stored form.
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }

@@ -8,7 +8,7 @@ use ebbtide::{
         optimizer::{AdamWOptions, Schedule},
     },
     kernels::{Device, Result},
-    offload::{Activation, OffloadOptions, Placement, Policy, Role, SegmentPlan},
+    offload::{Activation, Codec, OffloadOptions, Placement, Policy, Role, SegmentPlan},
 };
 use proptest::prelude::*;
 
@@ -101,11 +101,11 @@ impl Mixed {
 impl Policy for Mixed {
     fn activation(&self, activation: &Activation<'_>) -> Placement {
         let choices: &[Placement] = match activation.rerun {
-            true => &[Placement::Keep, Placement::Offload, Placement::Rerun],
-            false => &[Placement::Keep, Placement::Offload],
+            true => &[Placement::Keep(Codec::Raw), Placement::Offload(Codec::Raw), Placement::Rerun],
+            false => &[Placement::Keep(Codec::Raw), Placement::Offload(Codec::Raw)],
         };
         match activation.role {
-            Role::Statistic => Placement::Keep,
+            Role::Statistic => Placement::Keep(Codec::Raw),
             _ => choices[(self.draw(activation.name) % choices.len() as u64) as usize],
         }
     }
