@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 model: Gpt2Config::named("gpt2")?,
                 batch: settings.batch,
                 context: settings.context,
-                policy,
+                policy: policy.into(),
                 threads: Some(threads),
                 budget_bytes: None,
             })?;

@@ -8,11 +8,11 @@ use ebbtide_engine::{
     optimizer::{AdamWOptions, Schedule},
 };
 use ebbtide_kernels::{CpuOptions, Device};
-use ebbtide_offload::{OffloadOptions, policy::Builtin};
+use ebbtide_offload::{Expression, OffloadOptions};
 use serde::Serialize;
 
 /// What is measured.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct BenchOptions {
     /// The model.
     pub model: Gpt2Config,
@@ -21,7 +21,7 @@ pub struct BenchOptions {
     /// Positions of each.
     pub context: usize,
     /// Where saved activations go.
-    pub policy: Builtin,
+    pub policy: Expression,
     /// Threads of the kernels; the machine's cores if not given.
     pub threads: Option<usize>,
     /// Most bytes on the device.
@@ -68,7 +68,7 @@ impl Bench {
     pub fn new(options: &BenchOptions) -> Result<Self> {
         let device =
             Device::cpu_with(CpuOptions { threads: options.threads, budget_bytes: options.budget_bytes })?;
-        let engine = Engine::new(&device, options.policy.policy(), OffloadOptions::default())?;
+        let engine = Engine::new(&device, Box::new(options.policy.clone()), OffloadOptions::default())?;
         let model = Gpt2::new(&engine, options.model, 0, true)?;
         let schedule = Schedule::constant(3e-4);
         let trainer_options = TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 0 };

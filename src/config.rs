@@ -11,7 +11,7 @@ use ebbtide_engine::{
     hugging_face,
     optimizer::{AdamWOptions, Schedule},
 };
-use ebbtide_offload::policy::Builtin;
+use ebbtide_offload::Expression;
 use serde::{Deserialize, Serialize};
 
 use crate::tokenizer::TokenizerKind;
@@ -87,7 +87,7 @@ pub struct TrainingFile {
     pub context: Option<usize>,
     /// Keys the initial weights, the order of the data and the dropout.
     pub seed: Option<u64>,
-    /// `keep`, `recompute` or `offload`.
+    /// `keep`, `recompute`, `offload`, or an expression: see [`ebbtide_offload::expression`].
     pub policy: Option<Policy>,
     /// The device's memory budget, such as `"512MiB"`.
     pub memory: Option<Bytes>,
@@ -203,7 +203,7 @@ pub struct Overrides {
     /// `--dropout`.
     pub dropout: Option<f32>,
     /// `--policy`.
-    pub policy: Option<Builtin>,
+    pub policy: Option<Expression>,
     /// `--memory`.
     pub memory: Option<Bytes>,
     /// `--precision`.
@@ -225,7 +225,9 @@ impl Overrides {
         training.steps = self.steps.unwrap_or(training.steps);
         training.seed = self.seed.unwrap_or(training.seed);
         config.model.dropout = self.dropout.unwrap_or(config.model.dropout);
-        training.policy = self.policy.map_or(training.policy, Policy);
+        if let Some(policy) = &self.policy {
+            training.policy = Policy(policy.clone());
+        }
         training.memory = self.memory.or(training.memory);
         training.precision = self.precision.unwrap_or(training.precision);
         training.checkpoint_every = self.checkpoint_every.unwrap_or(training.checkpoint_every);
@@ -344,7 +346,7 @@ impl ConfigFile {
                 accumulate: overrides.accumulate.or(training.accumulate).unwrap_or(1),
                 context: training.context.unwrap_or(model_config.context),
                 seed: overrides.seed.or(training.seed).unwrap_or(1337),
-                policy: overrides.policy.map(Policy).or(training.policy).unwrap_or_default(),
+                policy: overrides.policy.clone().map(Policy).or(training.policy).unwrap_or_default(),
                 memory: overrides.memory.or(training.memory),
                 precision: overrides.precision.or(training.precision).unwrap_or_default(),
                 threads: overrides.threads.or(training.threads),
@@ -469,13 +471,16 @@ impl Config {
     }
 
     /// What of another configuration would make a run end elsewhere than this one: one line a key, or nothing. How many
-    /// steps, where activations go, the budget, and what is written when do not count.
+    /// steps, where activations go without loss, the budget, and what is written when do not count.
     pub fn differences(&self, other: &Config) -> Vec<String> {
+        let lossy = self.training.policy.0.is_lossy() || other.training.policy.0.is_lossy();
         let settled = |config: &Config| {
             let mut config = config.clone();
             let training = &mut config.training;
-            (training.steps, training.policy, training.memory, training.threads) =
-                (1, Policy::default(), None, None);
+            if !lossy {
+                training.policy = Policy::default();
+            }
+            (training.steps, training.memory, training.threads) = (1, None, None);
             (training.checkpoint_every, training.keep_checkpoints) = (0, 0);
             (training.validate_every, training.validation_windows, training.sample_tokens) = (0, 1, 0);
             serde_json::to_value(config).unwrap_or_default()
@@ -502,9 +507,9 @@ fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
 }
 
-/// A policy by name, in files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Policy(pub Builtin);
+/// A policy as files write it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Policy(pub Expression);
 
 /// A count of bytes, written with or without a unit: `536870912`, `512MiB`, `1.5GB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

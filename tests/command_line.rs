@@ -243,7 +243,7 @@ fn bad_configurations_are_errors() {
             "batch = 3\ncontext = 17",
             &["training.context", "the model's context of 16", "found 17"],
         ),
-        ("batch = 3", "batch = 3\npolicy = \"forget\"", &["forget", "keep, recompute or offload"]),
+        ("batch = 3", "batch = 3\npolicy = \"forget\"", &["forget", "keep, recompute, rerun, offload"]),
         ("batch = 3", "batch = 3\nmemory = \"much\"", &["much", "512MiB"]),
         ("batch = 3", "batch = 3\nprecision = \"f64\"", &["f64", "f32"]),
         ("[model]", "[model]\nname = \"gpt5\"", &["gpt5", "gpt2-medium"]),
@@ -259,6 +259,9 @@ fn bad_configurations_are_errors() {
         assert!(expected.iter().all(|part| error.contains(part)), "{to}: {error}");
         assert!(!place.path("run").exists(), "{to}: a folder was made");
     }
+    let error =
+        place.fail(&["train", "run.toml", "--policy", "h.*: offload int8, hh.1: keep", "--out", "run"]);
+    assert!(error.contains("`hh.1` matches no segment and no tensor; the nearest names are h.1"), "{error}");
     assert!(place.fail(&["train", "missing.toml"]).contains("missing.toml: cannot read"));
     assert!(place.fail(&["train", "run.toml", "--memory", "lots"]).contains("512MiB"));
     assert!(place.fail(&["train", "run.toml", "--resume"]).contains("--out"));
@@ -298,6 +301,9 @@ fn runs_are_not_mixed_up() {
     assert!(error.contains("training.seed is 1337 in the run, 7 asked for"), "{error}");
     let error = place.fail(&["train", "--out", "run", "--resume", "--dropout", "0.5"]);
     assert!(error.contains("model.dropout"), "{error}");
+    // What loses bits is another run; what does not is not.
+    let error = place.fail(&["train", "--out", "run", "--resume", "--policy", "offload int8"]);
+    assert!(error.contains("training.policy is \"keep\" in the run, \"offload int8\" asked for"), "{error}");
     assert_eq!(fs::read(place.path("run/metrics.jsonl")).unwrap(), before);
 
     // Other tokens are another run.

@@ -4,7 +4,7 @@
 //! the execution is left out. So the prediction is exact, byte for byte, and takes milliseconds.
 
 use ebbtide_kernels::{Device, MemoryReport};
-use ebbtide_offload::{OffloadOptions, OffloadReport, policy::Builtin};
+use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, policy::Builtin};
 
 use crate::{
     Batch, Engine, Error, Result, Trainer, TrainerOptions,
@@ -46,12 +46,12 @@ const ENOUGH_MICRO_BATCHES: usize = 2;
 /// A configuration that cannot be; [`ebbtide_kernels::Error::OutOfMemory`] if a budget is given that does not hold it.
 pub fn plan(
     shape: &StepShape,
-    policy: Builtin,
+    policy: impl Into<Expression>,
     options: OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<StepPlan> {
     let device = Device::dry(budget_bytes);
-    let engine = Engine::new(&device, policy.policy(), options)?;
+    let engine = Engine::new(&device, Box::new(policy.into()), options)?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
     let trainer_options = TrainerOptions { optimizer, schedule: Schedule::constant(0.0), seed: 0 };
@@ -76,13 +76,18 @@ pub fn plan(
 ///
 /// # Errors
 /// A configuration that cannot be.
-pub fn least_budget(shape: &StepShape, policy: Builtin, options: OffloadOptions) -> Result<usize> {
+pub fn least_budget(
+    shape: &StepShape,
+    policy: impl Into<Expression>,
+    options: OffloadOptions,
+) -> Result<usize> {
+    let policy = policy.into();
     const STEP: usize = 4096;
-    let mut enough = plan(shape, policy, options, None)?.memory.extent_bytes.next_multiple_of(STEP);
+    let mut enough = plan(shape, policy.clone(), options, None)?.memory.extent_bytes.next_multiple_of(STEP);
     let mut too_little = 0;
     while enough - too_little > STEP {
         let middle = ((enough + too_little) / 2).next_multiple_of(STEP);
-        match plan(shape, policy, options, Some(middle)) {
+        match plan(shape, policy.clone(), options, Some(middle)) {
             Ok(_) if middle < enough => enough = middle,
             Ok(_) => break,
             Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => too_little = middle,

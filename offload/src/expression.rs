@@ -74,6 +74,13 @@ impl Expression {
         unused.map(|clause| (clause.pattern.clone(), nearest(&clause.pattern))).collect()
     }
 
+    /// Whether gradients may differ from those of keeping everything.
+    pub fn is_lossy(&self) -> bool {
+        let lossy =
+            |action| matches!(action, Action::Keep(codec) | Action::Offload(codec) if codec.is_lossy());
+        self.clauses.iter().any(|clause| lossy(clause.action))
+    }
+
     /// The action of the last clause that matches one of the names.
     fn action(&self, names: [Option<&str>; 2]) -> Action {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);

@@ -40,7 +40,7 @@
 //! ```
 
 mod codec;
-mod expression;
+pub mod expression;
 mod host_pool;
 pub mod policy;
 mod runtime;

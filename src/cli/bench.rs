@@ -7,7 +7,7 @@ use ebbtide::{
     config::{Bytes, Precision},
     engine::gpt2::Gpt2Config,
     kernels::bytes,
-    offload::policy::Builtin,
+    offload::Expression,
 };
 
 use super::{per_second, warn_if_unoptimised};
@@ -26,9 +26,9 @@ pub(crate) struct BenchArgs {
     /// What the model computes in: f32
     #[arg(long, default_value_t = Precision::F32)]
     precision: Precision,
-    /// Where saved activations go: keep, recompute or offload
-    #[arg(long, default_value_t = Builtin::Keep)]
-    policy: Builtin,
+    /// Where saved activations go: keep, recompute, offload, int8, offload int8, or PATTERN: ACTION, …
+    #[arg(long, default_value_t = Expression::default())]
+    policy: Expression,
     /// Steps to take the median of, after one to warm up
     #[arg(long, default_value_t = 5)]
     steps: usize,
@@ -49,7 +49,7 @@ pub(super) fn bench(args: BenchArgs) -> Result<()> {
         model: Gpt2Config::named(&args.model)?,
         batch: args.batch,
         context: args.context,
-        policy: args.policy,
+        policy: args.policy.clone(),
         threads: args.threads,
         budget_bytes: args.memory.map(|memory| memory.0),
     };

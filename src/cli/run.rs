@@ -172,7 +172,7 @@ pub(super) fn engine(config: &Config) -> Result<Engine> {
         budget_bytes: config.training.memory.map(|memory| memory.0),
     };
     let device = Device::cpu_with(options)?;
-    Ok(Engine::new(&device, config.training.policy.0.policy(), OffloadOptions::default())?)
+    Ok(Engine::new(&device, Box::new(config.training.policy.0.clone()), OffloadOptions::default())?)
 }
 
 /// A run's model for inference, from its newest checkpoint, with its engine.

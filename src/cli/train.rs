@@ -19,11 +19,11 @@ use ebbtide::{
         generate::{SampleOptions, generate},
         gpt2::Gpt2,
         hugging_face,
-        plan::{Fit, StepShape, least_budget, nearest_fit},
+        plan::{Fit, StepShape, least_budget, nearest_fit, plan},
     },
     kernels::bytes,
     loader::{PrefetchOptions, Prefetcher, Sampler, TokenBatch, Windows},
-    offload::{OffloadOptions, policy::Builtin},
+    offload::{Expression, OffloadOptions, policy::Builtin},
     tokenizer::Tokenizer,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -51,9 +51,9 @@ pub(crate) struct TrainArgs {
     /// Share of elements dropped, in [0, 1)
     #[arg(long)]
     dropout: Option<f32>,
-    /// Where saved activations go: keep, recompute or offload
+    /// Where saved activations go: keep, recompute, offload, int8, offload int8, or PATTERN: ACTION, …
     #[arg(long)]
-    policy: Option<Builtin>,
+    policy: Option<Expression>,
     /// The device's memory budget, such as 512MiB
     #[arg(long)]
     memory: Option<Bytes>,
@@ -101,6 +101,9 @@ struct StepMetrics {
     epoch: f64,
     device_bytes: usize,
     peak_device_bytes: usize,
+    /// Bytes that forward saved for backward, as they are stored.
+    saved_bytes: u64,
+    /// Bytes sent to host memory.
     offloaded_bytes: u64,
     loader_wait_seconds: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -134,7 +137,14 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     if args.resume && !resumes {
         eprintln!("{}: nothing to resume, so a new run starts", folder.path().display());
     }
-    check_budget(&config)?;
+    let shape = StepShape {
+        model: config.model,
+        batch: config.training.batch,
+        context: config.training.context,
+        accumulate: config.training.accumulate,
+    };
+    check_policy(&config, &shape)?;
+    check_budget(&config, &shape)?;
     let last = if resumes { checkpoint::latest(&folder.checkpoints())? } else { None };
     check_disk(&config, &folder)?;
     if !resumes {
@@ -154,7 +164,7 @@ fn overrides(args: &TrainArgs) -> Overrides {
         steps: args.steps,
         seed: args.seed,
         dropout: args.dropout,
-        policy: args.policy,
+        policy: args.policy.clone(),
         memory: args.memory,
         precision: args.precision,
         checkpoint_every: args.checkpoint_every,
@@ -201,28 +211,35 @@ fn check_files(config: &Config) -> Result<()> {
     Ok(())
 }
 
+/// Holds the policy's patterns against the names that a step has.
+fn check_policy(config: &Config, shape: &StepShape) -> Result<()> {
+    let policy = &config.training.policy.0;
+    plan(shape, policy.clone(), OffloadOptions::default(), None)?;
+    match policy.unmatched().first() {
+        Some((pattern, nearest)) => bail!(
+            "policy: `{pattern}` matches no segment and no tensor; the nearest names are {}",
+            nearest.join(", ")
+        ),
+        None => Ok(()),
+    }
+}
+
 /// Holds the budget against what a step needs, and says which setting would fit.
-fn check_budget(config: &Config) -> Result<()> {
+fn check_budget(config: &Config, shape: &StepShape) -> Result<()> {
     let Some(Bytes(budget)) = config.training.memory else { return Ok(()) };
     let training = &config.training;
-    let shape = StepShape {
-        model: config.model,
-        batch: training.batch,
-        context: training.context,
-        accumulate: training.accumulate,
-    };
     let options = OffloadOptions::default();
-    let needed = least_budget(&shape, training.policy.0, options)?;
+    let needed = least_budget(shape, training.policy.0.clone(), options)?;
     if needed <= budget {
         return Ok(());
     }
-    let nearest = match nearest_fit(&shape, budget, options)? {
+    let nearest = match nearest_fit(shape, budget, options)? {
         Some(Fit { policy, batch, accumulate, budget_bytes }) => format!(
             "the nearest setting that fits is --policy {policy} --batch {batch} --accumulate {accumulate}, which needs {}",
             bytes(budget_bytes)
         ),
         None => {
-            let least = StepShape { batch: 1, ..shape };
+            let least = StepShape { batch: 1, ..*shape };
             let needs: Result<Vec<usize>, _> =
                 Builtin::ALL.iter().map(|&policy| least_budget(&least, policy, options)).collect();
             let least = needs?.into_iter().min().unwrap_or_default();
@@ -365,6 +382,7 @@ impl Run {
             last_loss = report.loss;
             last_validation = validation_loss.or(last_validation);
             let memory = self.trainer.engine().device().memory();
+            let moved = self.trainer.engine().offload().report();
             let line = StepMetrics {
                 step: report.step,
                 loss: report.loss,
@@ -375,7 +393,8 @@ impl Run {
                 epoch: self.position as f64 / windows,
                 device_bytes: memory.current_bytes,
                 peak_device_bytes: memory.peak_bytes,
-                offloaded_bytes: self.trainer.engine().offload().report().out_bytes,
+                saved_bytes: moved.saved_bytes,
+                offloaded_bytes: moved.out_bytes,
                 loader_wait_seconds: loader.wait_seconds() - waited,
                 validation_loss,
             };
