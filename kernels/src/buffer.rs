@@ -109,6 +109,14 @@ impl Slice {
         Ok(Slice { start, len: elements.len(), ..self.clone() })
     }
 
+    /// Refuses ops that write these bytes, as long as the result lives: whoever relies on what the slice holds now is told
+    /// of the op that would change it.
+    pub fn protect(&self, name: &str) -> Protection {
+        let device = self.buffer.as_ref().map(|buffer| buffer.device.clone());
+        let key = device.as_ref().map(|device| device.protect(self.id, self.range(), name));
+        Protection { device, buffer: self.id, key: key.unwrap_or_default() }
+    }
+
     /// The same memory as bytes.
     pub(crate) fn as_bytes(&self) -> Slice {
         Slice { len: self.bytes(), dtype: DType::U8, ..self.clone() }
@@ -126,6 +134,21 @@ impl Slice {
     /// Lets go of the allocation and keeps the place. The result may be the last handle, whose drop locks the device.
     pub(crate) fn detach(&mut self) -> Option<Arc<Buffer>> {
         self.buffer.take()
+    }
+}
+
+/// Keeps bytes from being written: see [`Slice::protect`]. It does not keep them allocated.
+pub struct Protection {
+    device: Option<Arc<Shared>>,
+    buffer: u64,
+    key: u64,
+}
+
+impl Drop for Protection {
+    fn drop(&mut self) {
+        if let Some(device) = &self.device {
+            device.unprotect(self.buffer, self.key);
+        }
     }
 }
 

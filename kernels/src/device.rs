@@ -1,7 +1,8 @@
 //! [`Device`] and [`Stream`]: where ops are submitted and memory is held.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
+    ops::Range,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -15,7 +16,7 @@ use crate::{
     buffer::{Buffer, HostInner},
     ledger::Ledger,
     memory::{HostBlock, Memory},
-    op::Place,
+    op::{Mode, Place},
     order::{Access, Order, Space, Stamp},
 };
 
@@ -78,6 +79,8 @@ struct State {
     order: Order,
     streams: Vec<StreamReport>,
     counts: BTreeMap<String, OpCount>,
+    /// By buffer: key, bytes and name of what must not be written.
+    protected: HashMap<u64, Vec<(u64, Range<usize>, String)>>,
 }
 
 impl Device {
@@ -125,6 +128,7 @@ impl Device {
             order: Order::default(),
             streams: Vec::new(),
             counts: BTreeMap::new(),
+            protected: HashMap::new(),
         };
         Device(Arc::new(Shared {
             state: Mutex::new(state),
@@ -342,6 +346,9 @@ impl Shared {
                 return Err(Error::HostBusy { name: slice.name().to_string() });
             }
         }
+        if !state.protected.is_empty() {
+            state.check_protected(&op)?;
+        }
         let (stamp, waits) = state.order.submit(stream, &accesses);
         state.streams[stream].ops += 1;
         state.streams[stream].waits += waits.len() as u64;
@@ -393,6 +400,22 @@ impl Shared {
         done
     }
 
+    pub(crate) fn protect(&self, buffer: u64, range: Range<usize>, name: &str) -> u64 {
+        let key = self.next_id.fetch_add(1, Ordering::Relaxed);
+        self.lock().protected.entry(buffer).or_default().push((key, range, name.to_string()));
+        key
+    }
+
+    pub(crate) fn unprotect(&self, buffer: u64, key: u64) {
+        let mut state = self.lock();
+        if let Some(ranges) = state.protected.get_mut(&buffer) {
+            ranges.retain(|(other, ..)| *other != key);
+            if ranges.is_empty() {
+                state.protected.remove(&buffer);
+            }
+        }
+    }
+
     pub(crate) fn free(&self, buffer: &Buffer) {
         let mut state = self.lock();
         state.ledger.remove(buffer.id);
@@ -403,6 +426,24 @@ impl Shared {
         let mut state = self.lock();
         state.ledger.remove_host(host.block.len());
         state.order.forget_host(host.id);
+    }
+}
+
+impl State {
+    /// An op writes nothing that is protected.
+    fn check_protected(&self, op: &Op) -> Result<()> {
+        for operand in op.operands().into_iter().filter(|operand| operand.mode != Mode::Read) {
+            let Place::Device(slice) = operand.place else { continue };
+            let Some(ranges) = self.protected.get(&slice.buffer_id()) else { continue };
+            let (start, end) = (slice.range().start, slice.range().end);
+            if let Some((_, _, saved)) =
+                ranges.iter().find(|(_, range, _)| start < range.end && range.start < end)
+            {
+                let (op, saved) = (op.name().to_string(), saved.clone());
+                return Err(Error::Protected { op, operand: operand.name, saved });
+            }
+        }
+        Ok(())
     }
 }
 

@@ -55,6 +55,16 @@ pub enum Error {
         /// What there is.
         len: usize,
     },
+    /// An op would write bytes that are saved for a later read: see [`crate::Slice::protect`].
+    #[error("{op}: operand `{operand}` would overwrite `{saved}`, which is saved and has not been used yet")]
+    Protected {
+        /// The op.
+        op: String,
+        /// The operand's field name.
+        operand: &'static str,
+        /// What the bytes were protected as.
+        saved: String,
+    },
     /// Operands of one op belong to different devices.
     #[error("{op}: operand `{operand}` belongs to another device")]
     OtherDevice {

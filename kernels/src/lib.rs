@@ -34,7 +34,7 @@ mod order;
 pub mod rng;
 
 pub use backend::{DropWaits, SimOptions};
-pub use buffer::{HostBuffer, HostSlice, Slice};
+pub use buffer::{HostBuffer, HostSlice, Protection, Slice};
 pub use device::{CpuOptions, Device, OpCount, Stream, StreamReport};
 pub use dtype::{DType, Element};
 pub use error::{Error, OutOfMemory, Result, bytes};

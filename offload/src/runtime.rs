@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-use ebbtide_kernels::{Category, DType, Device, Error, Op, OutOfMemory, Result, Slice, Stream};
+use ebbtide_kernels::{Category, DType, Device, Error, Op, OutOfMemory, Protection, Result, Slice, Stream};
 
 use crate::{
     Codec, Role,
@@ -109,6 +109,8 @@ struct Entry {
     /// Its index in [`State::order`]; `None` where it never leaves the device.
     position: Option<usize>,
     place: Mutex<Place>,
+    /// What was saved must not change until it has been used, wherever the policy put it.
+    _protection: Protection,
 }
 
 /// All but the first hold the stored form.
@@ -177,10 +179,11 @@ impl Offload {
 
     /// Saves a slice until it is loaded. Call it when the op that produces the slice has been submitted.
     ///
-    /// Saved twice, a slice moves once. Parameters and slices below [`OffloadOptions::min_bytes`] stay on the device.
+    /// As long as the handle lives, an op that would write the slice is refused: what backward needs would change under it, or
+    /// not, as the policy has it. Saved twice, a slice moves once. Parameters and slices below [`OffloadOptions::min_bytes`] stay on the device.
     ///
     /// # Errors
-    /// Those of host allocation and submission.
+    /// Those of allocation, on the host or for a codec, and of submission.
     pub fn save(&self, slice: Slice, activation: &Activation<'_>) -> Result<Saved> {
         let key = (slice.buffer_id(), slice.offset_bytes(), slice.len(), slice.dtype());
         let bytes = slice.bytes();
@@ -199,6 +202,7 @@ impl Offload {
         };
         let codec = if slice.dtype() == DType::F32 { codec } else { Codec::Raw };
         let (len, stored) = (slice.len(), codec.stored(slice.len(), slice.dtype()));
+        let protection = slice.protect(activation.name);
         let slice = self.encode(&mut state, slice, codec, activation)?;
         let stored_bytes = slice.bytes();
         if !state.backward && !is_parameter {
@@ -222,6 +226,7 @@ impl Offload {
             name: activation.name.to_string(),
             position,
             place: Mutex::new(place),
+            _protection: protection,
         });
         state.entries.insert(key, Arc::downgrade(&entry));
         if leaves {
