@@ -80,6 +80,18 @@ pub enum PackError {
         /// The first byte that is wrong.
         offset: u64,
     },
+    /// Nothing was asked for.
+    #[error("{out}: no inputs: expected text files or folders")]
+    NoInputs {
+        /// The token file that was to be.
+        out: PathBuf,
+    },
+    /// The name of the description belongs to another file.
+    #[error("{path}: exists already, and is not the description of a token file")]
+    SidecarTaken {
+        /// The file.
+        path: PathBuf,
+    },
     /// A folder without text files.
     #[error("{path}: no text in the folder: expected files that end in .txt or .md")]
     NoText {
@@ -115,16 +127,21 @@ pub fn input_bytes(inputs: &[PathBuf]) -> Result<u64, PackError> {
 /// bytes read so far.
 ///
 /// # Errors
-/// [`PackError`]; nothing is left at `out` then.
+/// [`PackError`]; nothing is left at `out` then. A file beside `out` that has the description's name is replaced only if it
+/// is the description of a token file since removed; another is an error and stays.
 pub fn pack(
     inputs: &[PathBuf],
     out: &Path,
     options: &PackOptions,
     progress: &mut dyn FnMut(u64),
 ) -> Result<PackReport, PackError> {
+    if inputs.is_empty() {
+        return Err(PackError::NoInputs { out: out.to_path_buf() });
+    }
     let files = files(inputs)?;
     let tokenizer = Tokenizer::new(options.tokenizer)?;
     let mut writer = TokenWriter::create(out)?;
+    check_sidecar(out)?;
     let mut text_bytes = 0;
     for (path, _) in &files {
         text_bytes += pack_file(path, &tokenizer, &mut writer, &mut |bytes| progress(text_bytes + bytes))?;
@@ -136,6 +153,11 @@ pub fn pack(
         text_bytes,
         documents: files.len(),
     };
+    // Once more, since packing may take hours: a token file that came to be meanwhile keeps its own description.
+    if fs::symlink_metadata(out).is_ok() {
+        return Err(ebbtide_loader::Error::Exists { path: out.to_path_buf() }.into());
+    }
+    check_sidecar(out)?;
     let beside = sidecar_path(out);
     write_sidecar(&beside, &sidecar)?;
     let tokens = writer.finish().inspect_err(|_| {
@@ -164,6 +186,15 @@ fn sidecar_path(token_file: &Path) -> PathBuf {
     let mut name = token_file.file_name().unwrap_or_default().to_os_string();
     name.push(".json");
     token_file.with_file_name(name)
+}
+
+/// Refuses to replace what is not the description of a token file.
+fn check_sidecar(token_file: &Path) -> Result<(), PackError> {
+    match read_sidecar(token_file) {
+        Ok(_) => Ok(()),
+        Err(PackError::Sidecar { path, .. }) => Err(PackError::SidecarTaken { path }),
+        Err(error) => Err(error),
+    }
 }
 
 fn write_sidecar(path: &Path, sidecar: &Sidecar) -> Result<(), PackError> {
@@ -228,7 +259,10 @@ fn pack_file(
     // Bytes at the front of the buffer that begin a character whose rest has not been read.
     let (mut kept, mut bytes, mut last) = (0, 0u64, 0u8);
     loop {
-        let read = file.read(&mut buffer[kept..]).map_err(io("read"))?;
+        let read = match file.read(&mut buffer[kept..]) {
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+            read => read.map_err(io("read"))?,
+        };
         let available = kept + read;
         let offset = bytes - kept as u64;
         bytes += read as u64;
@@ -353,5 +387,79 @@ mod tests {
         assert!(error.contains("exists already") && fs::read(&out).unwrap() == b"precious", "{error}");
         let nowhere = folder.join("no such folder/out.bin");
         assert!(pack(&[good], &nowhere, &options, &mut |_| {}).is_err());
+    }
+
+    const BYTES: PackOptions = PackOptions { tokenizer: TokenizerKind::Bytes };
+
+    #[test]
+    fn a_byte_order_mark_is_text() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("marked.txt");
+        fs::write(&path, "\u{FEFF}text").unwrap();
+        let tokens = packed(folder.path(), &[path], TokenizerKind::Bytes).unwrap();
+        assert_eq!(tokens, [0xEF, 0xBB, 0xBF, 0x74, 0x65, 0x78, 0x74, 0x0A]);
+    }
+
+    #[test]
+    fn white_space_longer_than_a_piece_is_packed() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "a".to_string() + &" ".repeat(3 * PIECE_BYTES / 2) + "b";
+        let path = folder.path().join("space.txt");
+        fs::write(&path, &text).unwrap();
+        let tokens = packed(folder.path(), &[path], TokenizerKind::Gpt2).unwrap();
+        let tokenizer = Tokenizer::new(TokenizerKind::Gpt2).unwrap();
+        assert_eq!(tokenizer.decode(&tokens[..tokens.len() - 1]).unwrap(), text.as_bytes());
+    }
+
+    #[test]
+    fn nothing_to_pack_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out.bin");
+        assert!(matches!(pack(&[], &out, &BYTES, &mut |_| {}), Err(PackError::NoInputs { .. })));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn only_a_description_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let (text, out) = (folder.path().join("text.txt"), folder.path().join("out"));
+        fs::write(&text, "text").unwrap();
+        fs::write(folder.path().join("out.json"), "{\"mine\": 1}").unwrap();
+        let error = pack(std::slice::from_ref(&text), &out, &BYTES, &mut |_| {}).unwrap_err();
+        assert!(matches!(error, PackError::SidecarTaken { .. }), "{error}");
+        assert_eq!(fs::read(folder.path().join("out.json")).unwrap(), b"{\"mine\": 1}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+        assert!(matches!(read_sidecar(&out), Err(PackError::Sidecar { .. })));
+
+        fs::remove_file(folder.path().join("out.json")).unwrap();
+        assert_eq!(read_sidecar(&out).unwrap(), None);
+        pack(std::slice::from_ref(&text), &out, &BYTES, &mut |_| {}).unwrap();
+        fs::remove_file(&out).unwrap();
+        let options = PackOptions { tokenizer: TokenizerKind::Gpt2 };
+        pack(&[text], &out, &options, &mut |_| {}).unwrap();
+        assert_eq!(read_sidecar(&out).unwrap().unwrap().tokenizer, TokenizerKind::Gpt2);
+    }
+
+    #[test]
+    fn a_token_file_that_came_to_be_meanwhile_keeps_its_description() {
+        let folder = tempfile::tempdir().unwrap();
+        let (text, out) = (folder.path().join("text.txt"), folder.path().join("out"));
+        fs::write(&text, "text").unwrap();
+        let other = Sidecar {
+            tokenizer: TokenizerKind::Gpt2,
+            vocabulary: 50257,
+            tokens: 3,
+            text_bytes: 9,
+            documents: 1,
+        };
+        let meanwhile = &mut |_| {
+            fs::write(&out, b"theirs").unwrap();
+            write_sidecar(&sidecar_path(&out), &other).unwrap();
+        };
+        let error = pack(&[text], &out, &BYTES, meanwhile).unwrap_err();
+        assert!(matches!(error, PackError::Loader(ebbtide_loader::Error::Exists { .. })), "{error}");
+        assert_eq!(read_sidecar(&out).unwrap(), Some(other));
+        assert_eq!(fs::read(&out).unwrap(), b"theirs");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
     }
 }

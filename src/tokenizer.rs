@@ -63,6 +63,10 @@ pub enum TokenizerError {
     Vocabulary(String),
 }
 
+/// Bytes of white space that may stand in a row in what GPT-2's regular expression is given. It keeps a way back for every
+/// character of a run, and panics when there are more than a million.
+const LONGEST_RUN_BYTES: usize = 1 << 16;
+
 /// A tokenizer. GPT-2's takes a tenth of a second to make.
 pub struct Tokenizer {
     kind: TokenizerKind,
@@ -94,8 +98,12 @@ impl Tokenizer {
     pub fn encode(&self, text: &str) -> Vec<u16> {
         match &self.pairs {
             None => text.bytes().map(u16::from).collect(),
-            // All ids are below 50257.
-            Some(pairs) => pairs.encode_ordinary(text).into_iter().map(|token| token as u16).collect(),
+            Some(pairs) => split_long_runs(text)
+                .into_iter()
+                .flat_map(|part| pairs.encode_ordinary(part))
+                // All ids are below 50257.
+                .map(|token| token as u16)
+                .collect(),
         }
     }
 
@@ -163,6 +171,26 @@ impl Encoder<'_> {
     pub fn finish(self) -> Vec<u16> {
         self.tokenizer.encode(&self.pending)
     }
+}
+
+/// A text cut before the last character of every white space longer than [`LONGEST_RUN_BYTES`] that something follows.
+/// GPT-2's encoding ends a word there too, as it leaves one white space for the word after, so the tokens stay the same.
+fn split_long_runs(text: &str) -> Vec<&str> {
+    let mut parts = Vec::new();
+    let (mut start, mut run, mut last) = (0, 0, 0);
+    for (index, character) in text.char_indices() {
+        if character.is_whitespace() {
+            last = index;
+            continue;
+        }
+        if index - run > LONGEST_RUN_BYTES {
+            parts.push(&text[start..last]);
+            start = last;
+        }
+        run = index + character.len_utf8();
+    }
+    parts.push(&text[start..]);
+    parts
 }
 
 /// The last place before a white space that follows something else.
@@ -235,6 +263,25 @@ mod tests {
         assert_eq!(bytes.encode("aé"), [97, 0xC3, 0xA9]);
         assert_eq!(bytes.decode(&[97, 0xC3, 0xA9]).unwrap(), "aé".as_bytes());
         assert!(bytes.decode(&[256]).is_err());
+    }
+
+    /// At a length that the regular expression can bear, the tokens are those without any cut.
+    #[test]
+    fn long_runs_of_white_space_encode_as_the_whole() {
+        let tokenizer = Tokenizer::new(TokenizerKind::Gpt2).unwrap();
+        let whole = tokenizer.pairs.as_ref().unwrap();
+        for [first, last] in
+            [[" ", " "], ["\n", " "], [" ", "\n"], ["\u{3000}", "\u{A0}"], ["\r\n", "\u{85}"]]
+        {
+            for (before, after) in [("", "x"), ("word", "'s  y"), ("1 ", "漢字"), ("é", ""), ("", ".")] {
+                let text =
+                    format!("{before}{}{last}{after}{}{after}", first.repeat(70_000), first.repeat(70_000));
+                assert_eq!(split_long_runs(&text).len(), if after.is_empty() { 1 } else { 3 });
+                assert!(tokenizer.encode(&text).into_iter().map(u32::from).eq(whole.encode_ordinary(&text)));
+            }
+        }
+        let longer = " ".repeat(3 << 20) + "x";
+        assert_eq!(tokenizer.decode(&tokenizer.encode(&longer)).unwrap(), longer.as_bytes());
     }
 
     #[test]

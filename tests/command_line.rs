@@ -143,6 +143,10 @@ fn a_run_that_stops_and_goes_on_ends_where_an_unbroken_one_does() {
         "1",
     ]);
     assert!(place.end("short") == expected);
+    // What was asked for last is what the run has now: there is no more to do.
+    let said = place.succeed(&["train", "--out", "short", "--resume"]);
+    assert!(said.contains("at step 20 of 20 already"), "{said}");
+    assert!(place.end("short") == expected);
 
     // Killed, between checkpoints and without warning.
     for step in [2, 8, 14] {

@@ -149,8 +149,9 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     check_disk(&config, &folder)?;
     if !resumes {
         check_files(&config)?;
-        folder.create(&config)?;
     }
+    // A run that goes on keeps what it was asked for this time: its steps above all.
+    folder.create(&config)?;
     let data = folder.data(&config)?;
     let mut run = Run::start(config, folder, data)?;
     if let Some(last) = last {
@@ -345,6 +346,15 @@ impl Run {
 
     fn train(mut self) -> Result<()> {
         let training = self.config.training.clone();
+        if self.trainer.steps_done() >= training.steps {
+            println!(
+                "{}: at step {} of {} already; --steps asks for more",
+                self.folder.path().display(),
+                self.trainer.steps_done(),
+                training.steps
+            );
+            return Ok(());
+        }
         let mut metrics = self.folder.metrics(self.trainer.steps_done())?;
         self.say_start();
         let sampler = Sampler::new(self.data.training.clone(), training.seed);
