@@ -268,7 +268,7 @@ pub enum ConfigError {
         found: String,
     },
     /// The model's sizes cannot be, or its weights' configuration cannot be read.
-    #[error("model: {0}")]
+    #[error(transparent)]
     Model(#[from] ebbtide_engine::Error),
     /// The tokens' description cannot be read.
     #[error(transparent)]

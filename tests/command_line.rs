@@ -207,6 +207,23 @@ fn text_becomes_a_model_that_writes() {
         serde_json::from_str(&place.succeed(&["eval", "run", "--json", "--tokens", "packed.bin"])).unwrap();
     assert_eq!(eval["tokens"], 9300 / 16 * 16);
 
+    // A reader that has enough closes the pipe.
+    let mut child = place
+        .command(&["sample", "run", "--prompt", "In the", "--tokens", "200"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && !String::from_utf8_lossy(&output.stderr).contains("panicked"));
+    assert!(place.fail(&["sample", "run", "--temperature", "-1"]).contains("temperature: expected a finite"));
+    // Bytes are no byte pairs.
+    place.succeed(&["pack", "texts", "--out", "pairs.bin"]);
+    fs::write(place.path("pairs.bin"), [7u8, 0].repeat(100)).unwrap();
+    let error = place.fail(&["eval", "run", "--tokens", "pairs.bin"]);
+    assert!(error.contains("holds tokens of `gpt2`: the run's are of `bytes`"), "{error}");
+
     let sample = ["sample", "run", "--prompt", "In the", "--tokens", "20", "--seed", "3"];
     let written = place.succeed(&sample);
     assert!(written.starts_with("In the") && written.chars().count() > 20, "{written}");

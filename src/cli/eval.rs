@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Args;
 use ebbtide::{
     engine::{Batch, Evaluator},
     loader::{TokenFile, Windows},
+    pack::read_sidecar,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget};
 
@@ -38,6 +39,14 @@ pub(super) fn eval(args: EvalArgs) -> Result<()> {
         Some(path) => {
             let file = TokenFile::open(path)?;
             file.check_vocabulary(config.model.vocabulary)?;
+            let tokenizer = config.data.tokenizer;
+            if let Some(sidecar) = read_sidecar(path)?.filter(|sidecar| sidecar.tokenizer != tokenizer) {
+                bail!(
+                    "{}: holds tokens of `{}`: the run's are of `{tokenizer}`",
+                    path.display(),
+                    sidecar.tokenizer
+                );
+            }
             Windows::new(&file, 0..file.len(), config.training.context)?
         }
         None => folder.data(&config)?.validation,

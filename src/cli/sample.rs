@@ -1,11 +1,11 @@
 //! `ebbtide sample`.
 
 use std::{
-    io::{Write, stdout},
+    io::{ErrorKind, Write, stdout},
     path::PathBuf,
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebbtide::{
     engine::generate::{SampleOptions, generate},
@@ -28,7 +28,7 @@ pub(crate) struct SampleArgs {
     #[arg(long, default_value_t = 300)]
     tokens: usize,
     /// Below 1 the likely become likelier; 0 takes the likeliest every time
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
     /// Draw from as many of the likeliest alone; 0 for all
     #[arg(long, default_value_t = 40)]
@@ -55,19 +55,25 @@ pub(super) fn sample(args: SampleArgs) -> Result<()> {
         bail!("--prompt: expected some text, found none");
     }
     let (engine, model) = open_model(&folder, &config)?;
-    print!("{}", args.prompt);
     let mut text = Utf8Stream::default();
-    let mut failed = None;
+    let mut failed = show(&args.prompt).err();
     generate(&engine, &model, &prompt, &options, &mut |token| {
         let bytes = u16::try_from(token).ok().and_then(|token| tokenizer.decode(&[token]).ok());
         let shown = text.push(&bytes.unwrap_or_else(|| "\u{FFFD}".as_bytes().to_vec()));
         let ends = tokenizer.end_of_text().map(u32::from) == Some(token);
-        // Whoever closes the pipe has read enough.
-        failed = write!(stdout(), "{shown}").and_then(|()| stdout().flush()).err();
+        failed = failed.take().or_else(|| show(&shown).err());
         failed.is_none() && !ends
     })?;
-    println!("{}", text.finish());
-    Ok(())
+    match failed.or_else(|| show(&(text.finish() + "\n")).err()) {
+        // Whoever closes the pipe has read enough.
+        Some(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write the text"),
+        _ => Ok(()),
+    }
+}
+
+fn show(text: &str) -> std::io::Result<()> {
+    stdout().write_all(text.as_bytes())?;
+    stdout().flush()
 }
 
 /// Bytes to text as they come: a character that is cut in two waits for its rest.

@@ -465,10 +465,15 @@ impl Run {
             model.context,
             model.vocabulary
         );
+        if let Some(weights) = &self.config.data.weights {
+            println!("weights   {}", weights.display());
+        }
         let tokens = self.data.training.tokens();
         println!(
-            "data      {} tokens to train on, {} windows to validate on ({})",
+            "data      {} tokens ({}) to train on, {} of {} windows to validate on ({})",
             tokens.end - tokens.start,
+            self.config.data.tokenizer,
+            training.validation_windows.min(self.data.validation.count()),
             self.data.validation.count(),
             self.data.training.file().path().display()
         );
