@@ -14,6 +14,7 @@ use std::{error::Error, process::Command};
 
 use ebbtide::{
     bench::{Bench, BenchOptions, BenchReport, median},
+    config::Tiers,
     engine::gpt2::Gpt2Config,
     kernels::{CpuOptions, Device, bytes},
 };
@@ -56,6 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 policy: policy.parse()?,
                 threads: Some(threads),
                 budget_bytes: None,
+                tiers: Tiers::default(),
             })?;
             let busy = |bench: &Bench| -> f64 { bench.trainer().engine().device().streams()[0].busy_seconds };
             for _ in 0..settings.steps {

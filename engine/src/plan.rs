@@ -4,7 +4,7 @@
 //! the execution is left out. So the prediction is exact, byte for byte, and takes milliseconds.
 
 use ebbtide_kernels::{Device, MemoryReport};
-use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, policy::Builtin};
+use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
 
 use crate::{
     Batch, Engine, Error, Result, Trainer, TrainerOptions,
@@ -34,6 +34,10 @@ pub struct StepPlan {
     pub offload: OffloadReport,
     /// Floating-point operations of the step.
     pub flops: u64,
+    /// Host memory that the offloaded slices took.
+    pub host_bytes: usize,
+    /// Disk space that they took.
+    pub disk_bytes: usize,
 }
 
 /// Micro-batches beyond it repeat what those before them did.
@@ -47,11 +51,24 @@ const ENOUGH_MICRO_BATCHES: usize = 2;
 pub fn plan(
     shape: &StepShape,
     policy: impl Into<Expression>,
-    options: OffloadOptions,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+) -> Result<StepPlan> {
+    plan_with(shape, Box::new(policy.into()), options, budget_bytes)
+}
+
+/// As [`plan`], for any policy.
+///
+/// # Errors
+/// As for [`plan`].
+pub fn plan_with(
+    shape: &StepShape,
+    policy: Box<dyn Policy>,
+    options: &OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<StepPlan> {
     let device = Device::dry(budget_bytes);
-    let engine = Engine::new(&device, Box::new(policy.into()), options)?;
+    let engine = Engine::new(&device, policy, options.clone())?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
     let trainer_options = TrainerOptions { optimizer, schedule: Schedule::constant(0.0), seed: 0 };
@@ -68,7 +85,33 @@ pub fn plan(
     let flops = flops_of(&device) - flops_before;
     let offload = engine.offload().report();
     trainer.evaluate(&window[..1])?;
-    Ok(StepPlan { memory: device.memory(), offload, flops })
+    let used = |tier| engine.offload().tier_usage(tier).1;
+    let (host_bytes, disk_bytes) = (used(Tier::Host), used(Tier::Disk));
+    Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes })
+}
+
+/// The options with tiers as large as a step needs: the host's where no size is given, the disk's where it is 0.
+///
+/// # Errors
+/// As for [`plan`].
+pub fn sized(
+    shape: &StepShape,
+    policy: impl Into<Expression>,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+) -> Result<OffloadOptions> {
+    /// More than any step spills; a dry run takes none of it.
+    const ANY: usize = 1 << 50;
+    let mut sized = options.clone();
+    if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == 0) {
+        disk.bytes = ANY;
+    }
+    let planned = plan(shape, policy, &sized, budget_bytes)?;
+    sized.host_bytes.get_or_insert(planned.host_bytes);
+    if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == ANY) {
+        disk.bytes = planned.disk_bytes;
+    }
+    Ok(sized)
 }
 
 /// The smallest budget, to 4 KiB, that a step runs in. Under the offload policy a small budget makes the runtime hold less
@@ -79,7 +122,7 @@ pub fn plan(
 pub fn least_budget(
     shape: &StepShape,
     policy: impl Into<Expression>,
-    options: OffloadOptions,
+    options: &OffloadOptions,
 ) -> Result<usize> {
     let policy = policy.into();
     const STEP: usize = 4096;
@@ -115,7 +158,7 @@ pub struct Fit {
 ///
 /// # Errors
 /// A configuration that cannot be.
-pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: OffloadOptions) -> Result<Option<Fit>> {
+pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: &OffloadOptions) -> Result<Option<Fit>> {
     for batch in (1..=shape.batch).rev().filter(|batch| shape.batch.is_multiple_of(*batch)) {
         let accumulate = shape.accumulate * (shape.batch / batch);
         for policy in Builtin::ALL {

@@ -21,7 +21,7 @@
 //! Costs, a saved slice: a hash lookup and a submission; bytes over the link: each slice once out and once back.
 //!
 //! ```
-//! use ebbtide_kernels::{Category, Device};
+//! use ebbtide_kernels::{Category, DType, Device};
 //! use ebbtide_offload::{Activation, Offload, OffloadOptions, Role, policy};
 //!
 //! # fn main() -> ebbtide_offload::Result<()> {
@@ -29,24 +29,28 @@
 //! let compute = device.stream("compute");
 //! let offload = Offload::new(&compute, Box::new(policy::OffloadAll), OffloadOptions::default())?;
 //! let x = compute.upload(&vec![1.5f32; 1 << 16], Category::Activations, "x")?;
-//! let activation = Activation { name: "x", shape: &[1 << 16], role: Role::Activation, segment: None, rerun: false };
+//! let (shape, dtype) = (&[1 << 16], DType::F32);
+//! let activation = Activation { name: "x", shape, dtype, role: Role::Activation, segment: None, rerun: false };
 //! let saved = offload.save(x, &activation)?;
 //! // … forward goes on; x's device memory is free for others …
 //! let back = offload.load(&saved)?;
 //! assert_eq!(compute.download::<f32>(&back)?[7], 1.5);
-//! assert_eq!(offload.report().out_bytes, 4 << 16);
+//! assert_eq!(offload.report().out_bytes(), 4 << 16);
 //! # Ok(())
 //! # }
 //! ```
 
 mod codec;
 pub mod expression;
-mod host_pool;
 pub mod policy;
+mod report;
 mod runtime;
+mod tiers;
 
 pub use codec::Codec;
 pub use ebbtide_kernels::{Error, Result};
 pub use expression::Expression;
-pub use policy::{Activation, Placement, Policy, Role, SegmentPlan};
-pub use runtime::{Offload, OffloadOptions, OffloadReport, Saved};
+pub use policy::{Activation, Placement, Policy, Role, SegmentPlan, Tier};
+pub use report::{CodecKind, Fallbacks, Moved, OffloadReport, Traffic, TransferTimes};
+pub use runtime::{Offload, OffloadOptions, Saved};
+pub use tiers::DiskOptions;
