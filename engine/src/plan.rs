@@ -90,7 +90,8 @@ pub fn plan_with(
     Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes })
 }
 
-/// The options with tiers as large as a step needs: the host's where no size is given, the disk's where it is 0.
+/// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; and
+/// as few segments recomputed for want of room as the budget allows, where the policy lets them be.
 ///
 /// # Errors
 /// As for [`plan`].
@@ -102,11 +103,19 @@ pub fn sized(
 ) -> Result<OffloadOptions> {
     /// More than any step spills; a dry run takes none of it.
     const ANY: usize = 1 << 50;
+    let policy = policy.into();
     let mut sized = options.clone();
     if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == 0) {
         disk.bytes = ANY;
     }
-    let planned = plan(shape, policy, &sized, budget_bytes)?;
+    let planned = match plan(shape, policy.clone(), &sized, budget_bytes) {
+        Err(error) if is_out_of_memory(&error) => {
+            let first = recompute_first(shape, &policy, &sized, budget_bytes, error)?;
+            sized.recompute_first = first;
+            plan(shape, policy, &sized, budget_bytes)?
+        }
+        planned => planned?,
+    };
     sized.host_bytes.get_or_insert(planned.host_bytes);
     if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == ANY) {
         disk.bytes = planned.disk_bytes;
@@ -114,8 +123,39 @@ pub fn sized(
     Ok(sized)
 }
 
+/// The fewest segments to recompute for want of room with which a step fits that does not without; `error` if none does.
+fn recompute_first(
+    shape: &StepShape,
+    policy: &Expression,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+    error: Error,
+) -> Result<usize> {
+    let with = |recompute_first| OffloadOptions { recompute_first, ..options.clone() };
+    let all = plan(shape, policy.clone(), &with(usize::MAX), None)?.offload.fallbacks.to_recompute as usize;
+    let fits = |first| match plan(shape, policy.clone(), &with(first), budget_bytes) {
+        Ok(_) => Ok(true),
+        Err(error) if is_out_of_memory(&error) => Ok(false),
+        Err(error) => Err(error),
+    };
+    if all == 0 || !fits(all)? {
+        return Err(error);
+    }
+    let (mut too_few, mut enough) = (0, all);
+    while enough - too_few > 1 {
+        let middle = (too_few + enough) / 2;
+        if fits(middle)? { enough = middle } else { too_few = middle }
+    }
+    Ok(enough)
+}
+
+fn is_out_of_memory(error: &Error) -> bool {
+    matches!(error, Error::Device(ebbtide_kernels::Error::OutOfMemory(_)))
+}
+
 /// The smallest budget, to 4 KiB, that a step runs in. Under the offload policy a small budget makes the runtime hold less
-/// ahead of need, so it can be far below the extent of a step that has room.
+/// ahead of need, so it can be far below the extent of a step that has room. Segments that may be recomputed for want of room
+/// are: see [`sized`] for the options that a trainer then needs.
 ///
 /// # Errors
 /// A configuration that cannot be.
@@ -125,6 +165,7 @@ pub fn least_budget(
     options: &OffloadOptions,
 ) -> Result<usize> {
     let policy = policy.into();
+    let options = &OffloadOptions { recompute_first: usize::MAX, ..options.clone() };
     const STEP: usize = 4096;
     let mut enough = plan(shape, policy.clone(), options, None)?.memory.extent_bytes.next_multiple_of(STEP);
     let mut too_little = 0;
@@ -133,7 +174,7 @@ pub fn least_budget(
         match plan(shape, policy.clone(), options, Some(middle)) {
             Ok(_) if middle < enough => enough = middle,
             Ok(_) => break,
-            Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => too_little = middle,
+            Err(error) if is_out_of_memory(&error) => too_little = middle,
             Err(error) => return Err(error),
         }
     }
@@ -168,7 +209,7 @@ pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: &OffloadOpti
                     let budget_bytes = least_budget(&smaller, policy, options)?;
                     return Ok(Some(Fit { policy, batch, accumulate, budget_bytes }));
                 }
-                Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => {}
+                Err(error) if is_out_of_memory(&error) => {}
                 Err(error) => return Err(error),
             }
         }

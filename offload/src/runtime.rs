@@ -31,6 +31,9 @@ pub struct OffloadOptions {
     pub host_bytes: Option<usize>,
     /// The disk tier, if there is one.
     pub disk: Option<DiskOptions>,
+    /// Of the segments that a policy lets be recomputed for want of room ([`SegmentPlan::RunIfRoom`]), the first so many in each
+    /// forward pass are: backward comes to them last, when there is room again.
+    pub recompute_first: usize,
     /// Measures the largest error that each lossy codec made: see [`Offload::worst_errors`]. It costs a decoding each.
     pub measure_errors: bool,
     /// Holds a checksum of what each recomputed segment gives against that of its first run. Each costs a wait for the device.
@@ -45,6 +48,7 @@ impl Default for OffloadOptions {
             min_bytes: 16 << 10,
             host_bytes: None,
             disk: None,
+            recompute_first: 0,
             measure_errors: false,
             verify_recompute: false,
         }
@@ -81,6 +85,8 @@ struct State {
     /// Bytes that this forward pass saved to be offloaded, and the last one that went through to its backward.
     leaving_bytes: usize,
     last_leaving_bytes: Option<usize>,
+    /// Segments of this forward pass that may be recomputed for want of room.
+    flexible_segments: usize,
     /// Bytes that may be ahead of backward's need.
     window_bytes: usize,
     /// Which forward pass this is: a key of stochastic rounding.
@@ -164,9 +170,21 @@ impl Offload {
         self.0.tiers.disk.as_ref().and_then(|disk| disk.buffered())
     }
 
-    /// What the policy says about a segment.
+    /// What becomes of the next segment of a forward pass: what the policy says, or by
+    /// [`OffloadOptions::recompute_first`] its recomputation for want of room.
     pub fn segment(&self, name: &str) -> SegmentPlan {
-        self.0.policy.segment(name)
+        match self.0.policy.segment(name) {
+            SegmentPlan::RunIfRoom => {
+                let mut state = self.lock();
+                state.flexible_segments += 1;
+                if state.flexible_segments > self.0.options.recompute_first {
+                    return SegmentPlan::RunIfRoom;
+                }
+                state.report.fallbacks.to_recompute += 1;
+                SegmentPlan::Recompute
+            }
+            plan => plan,
+        }
     }
 
     /// What the policy says about a tensor, less what cannot be: nothing is made again that has no recipe, and no codec
@@ -210,7 +228,7 @@ impl Offload {
         self.lock().report.recomputed_segments += 1;
     }
 
-    /// Notes that a segment will run a second time, since there was no room for what it saves.
+    /// Notes that a segment which the policy lets be recomputed will be, since there was no room for what it saves.
     pub fn note_recompute_fallback(&self) {
         self.lock().report.fallbacks.to_recompute += 1;
     }
@@ -459,7 +477,7 @@ impl Offload {
         let mut state = self.lock();
         self.0.backward.store(false, Ordering::Relaxed);
         state.step = step;
-        state.leaving_bytes = 0;
+        (state.leaving_bytes, state.flexible_segments) = (0, 0);
         state.entries.retain(|_, entry| entry.strong_count() > 0);
         if state.entries.is_empty() {
             state.order.clear();
