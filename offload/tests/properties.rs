@@ -145,7 +145,7 @@ proptest! {
             let original = stream.upload(&values, Category::Activations, "x").unwrap();
             for (c, codec) in CODECS.into_iter().enumerate() {
                 let mut kept = None;
-                for place in 0..PLACES.len() {
+                for (place, tier) in PLACES.into_iter().enumerate() {
                     // A copy is another slice: saved twice, one would share what was saved first.
                     let slice = stream.device().alloc(values.len(), DType::F32, Category::Activations, "x").unwrap();
                     stream.submit(Op::Copy { input: original.clone(), out: slice.clone() }).unwrap();
@@ -156,7 +156,7 @@ proptest! {
                     expected(stream, codec, &values, &found);
                     if !matches!(codec, Codec::Int8 { stochastic: Some(_), .. }) {
                         let kept = kept.get_or_insert_with(|| found.clone());
-                        assert!(same(kept, &found), "{codec} through {:?}", PLACES[place]);
+                        assert!(same(kept, &found), "{codec} through {tier:?}");
                     }
                 }
             }

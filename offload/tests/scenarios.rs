@@ -43,6 +43,33 @@ fn saved_twice_a_slice_moves_once() {
     assert_eq!(bench.loaded(&part), [stored(1); 128]);
 }
 
+/// One buffer, one length, two places in it.
+#[test]
+fn parts_of_one_buffer_are_different_slices() {
+    for placement in PLACEMENTS {
+        let bench = Bench::new(placement, tight());
+        let values: Vec<f32> = (0..LEN).map(|i| stored(i / 128)).collect();
+        let slice = bench.compute.upload(&values, Category::Activations, "x").unwrap();
+        let halves = [0..128, 128..256].map(|half| bench.save(&slice.part(half).unwrap(), "half"));
+        drop(slice);
+        assert_eq!(bench.loaded(&halves[1]), [stored(1); 128], "{placement:?}");
+        assert_eq!(bench.loaded(&halves[0]), [stored(0); 128], "{placement:?}");
+    }
+}
+
+/// What a recomputed segment saves is loaded at once.
+#[test]
+fn what_backward_saves_is_not_sent_out() {
+    let bench = Bench::new(HOST, tight());
+    bench.offload.begin_backward();
+    let saved: Vec<Saved> = (0..4).map(|value| bench.save(&bench.filled(value), "x")).collect();
+    for (value, saved) in saved.iter().enumerate().rev() {
+        assert_eq!(bench.loaded(saved), [stored(value); LEN]);
+    }
+    let report = bench.offload.report();
+    assert_eq!((report.out_bytes(), report.held_bytes), (0, 4 * 1024));
+}
+
 /// A part of a reloaded slice outlives it.
 #[test]
 fn a_view_of_a_reloaded_tensor_outlives_it() {
