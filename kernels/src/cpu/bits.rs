@@ -32,7 +32,14 @@ pub(crate) fn bits_decode(threads: &Threads, input: &[u8], out: &mut [u8]) {
 
 #[multiversion(targets("x86_64+avx2"))]
 fn decode_piece(input: &[u8], out: &mut [u8]) {
-    for (elements, byte) in out.chunks_mut(8).zip(input) {
-        elements.iter_mut().enumerate().for_each(|(bit, element)| *element = byte >> bit & 1);
+    let (whole, rest) = out.as_chunks_mut::<8>();
+    // Eight copies of the byte, of each another bit, which is then moved down.
+    let spread = |byte: u8| {
+        let copies = u64::from(byte) * 0x0101_0101_0101_0101 & 0x8040_2010_0804_0201;
+        ((copies + 0x7F7F_7F7F_7F7F_7F7F) >> 7 & 0x0101_0101_0101_0101).to_le_bytes()
+    };
+    whole.iter_mut().zip(input).for_each(|(elements, &byte)| *elements = spread(byte));
+    if let Some(&byte) = input.get(whole.len()) {
+        rest.copy_from_slice(&spread(byte)[..rest.len()]);
     }
 }
