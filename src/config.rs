@@ -160,7 +160,8 @@ impl Tiers {
     /// The offload runtime's options for a step: tiers as large as is said here, or as the step needs.
     ///
     /// # Errors
-    /// A configuration that cannot be; out of memory, if the budget does not hold the step.
+    /// A configuration that cannot be; out of memory, if the budget does not hold the step, or the machine not both it and the
+    /// host tier.
     pub fn options(
         &self,
         shape: &StepShape,
@@ -181,7 +182,11 @@ impl Tiers {
             verify_recompute: self.verify,
             ..OffloadOptions::default()
         };
-        plan::sized(shape, policy.clone(), &options, budget.map(|bytes| bytes.0))
+        let budget = budget.map(|bytes| bytes.0);
+        let sized = plan::sized(shape, policy.clone(), &options, budget)?;
+        let device_bytes = plan::plan(shape, policy.clone(), &sized, budget)?.memory.extent_bytes;
+        check_machine(device_bytes, sized.host_bytes.unwrap_or_default())?;
+        Ok(sized)
     }
 }
 
@@ -577,6 +582,25 @@ impl Config {
         }
         lines
     }
+}
+
+/// The device is the CPU, so that its memory and the host tier's are the machine's both.
+fn check_machine(device_bytes: usize, host_bytes: usize) -> ebbtide_kernels::Result<()> {
+    let available = ebbtide_kernels::available_memory();
+    if device_bytes + host_bytes <= available {
+        return Ok(());
+    }
+    Err(ebbtide_kernels::Error::HostMemory {
+        name: "a step".to_string(),
+        bytes: device_bytes + host_bytes,
+        reason: format!(
+            "{} are available; it needs {} on the device, which is the CPU, and {} for what is offloaded: a policy with `offload \
+             disk` needs none of the latter, and a --memory budget less of the former",
+            ebbtide_kernels::bytes(available),
+            ebbtide_kernels::bytes(device_bytes),
+            ebbtide_kernels::bytes(host_bytes),
+        ),
+    })
 }
 
 fn absolute(path: PathBuf) -> PathBuf {

@@ -225,7 +225,7 @@ impl Device {
     /// # Errors
     /// As for [`Device::host_buffer`].
     pub fn host_slab(&self, bytes: usize, name: &str) -> Result<HostBuffer> {
-        let available = available_memory();
+        let available = crate::available_memory();
         if !self.is_dry() && bytes > available {
             let reason = format!("{} are available", crate::bytes(available));
             return Err(Error::HostMemory { name: name.to_string(), bytes, reason });
@@ -551,14 +551,6 @@ impl Op {
         file.into_iter().for_each(FileSlice::detach);
         owned
     }
-}
-
-/// Bytes of memory that the system, or the control group the process is in, still has to give.
-fn available_memory() -> usize {
-    let mut system = sysinfo::System::new();
-    system.refresh_memory();
-    let of_group = system.cgroup_limits().map_or(u64::MAX, |limits| limits.free_memory);
-    usize::try_from(system.available_memory().min(of_group)).unwrap_or(usize::MAX)
 }
 
 fn reserve(budget_bytes: Option<usize>) -> Result<Arc<Memory>> {

@@ -33,6 +33,7 @@ pub mod op;
 mod order;
 pub mod rng;
 mod spill;
+mod system;
 
 pub use arena::Arena;
 pub use backend::{DropWaits, SimOptions};
@@ -43,3 +44,4 @@ pub use error::{Error, OutOfMemory, Result, bytes};
 pub use ledger::{Category, MemoryReport};
 pub use op::Op;
 pub use spill::{FILE_ALIGNMENT, FileSlice, SpillFile, SpillOptions};
+pub use system::available_memory;

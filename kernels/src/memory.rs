@@ -122,7 +122,7 @@ const HOST_ALIGNMENT: usize = 4096;
 pub(crate) struct HostBlock {
     start: NonNull<u8>,
     len: usize,
-    /// Where the memory is address space alone until touched; else it is the allocator's.
+    /// Where the memory is a map; else it is the allocator's.
     map: Option<memmap2::MmapRaw>,
     /// The host is reading or writing it; guarded by the device's lock.
     pub(crate) busy: AtomicBool,
@@ -136,6 +136,10 @@ unsafe impl Sync for HostBlock {}
 impl HostBlock {
     /// `None` if the system has no memory for it.
     pub(crate) fn new(len: usize) -> Option<Self> {
+        // The allocator writes zeros to aligned memory; pages of a map are zero without being touched.
+        if len >= 64 << 10 {
+            return memmap2::MmapOptions::new().len(len).map_anon().and_then(Self::of_map).ok();
+        }
         let layout = Self::layout(len)?;
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
@@ -144,7 +148,11 @@ impl HostBlock {
 
     /// Address space whose pages are taken from the system when first touched: as much as it allows.
     pub(crate) fn reserve() -> io::Result<Self> {
-        let map = memmap2::MmapRaw::from(map_unlimited()?);
+        map_unlimited().and_then(Self::of_map)
+    }
+
+    fn of_map(map: memmap2::MmapMut) -> io::Result<Self> {
+        let map = memmap2::MmapRaw::from(map);
         let start = NonNull::new(map.as_mut_ptr()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(HostBlock { start, len: map.len(), map: Some(map), busy: AtomicBool::new(false) })
     }

@@ -35,8 +35,8 @@ fn decode_piece(input: &[u8], out: &mut [u8]) {
     let (whole, rest) = out.as_chunks_mut::<8>();
     // Eight copies of the byte, of each another bit, which is then moved down.
     let spread = |byte: u8| {
-        let copies = u64::from(byte) * 0x0101_0101_0101_0101 & 0x8040_2010_0804_0201;
-        ((copies + 0x7F7F_7F7F_7F7F_7F7F) >> 7 & 0x0101_0101_0101_0101).to_le_bytes()
+        let copies = (u64::from(byte) * 0x0101_0101_0101_0101) & 0x8040_2010_0804_0201;
+        (((copies + 0x7F7F_7F7F_7F7F_7F7F) >> 7) & 0x0101_0101_0101_0101).to_le_bytes()
     };
     whole.iter_mut().zip(input).for_each(|(elements, &byte)| *elements = spread(byte));
     if let Some(&byte) = input.get(whole.len()) {

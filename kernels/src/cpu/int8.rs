@@ -93,7 +93,8 @@ fn nearest_code(x: f32, quotient: f32, divisor: f32, half: f32) -> u8 {
     // Exact: 8 bits by 16, and a difference of at most a step.
     let rest = x - nearest * divisor;
     // The low byte of the shifted quotient is its code: at most 127, since the scale is hardly less than a 127th.
-    let code = (shifted.to_bits() as u8).wrapping_add(u8::from(rest > half)).wrapping_sub(u8::from(rest < -half));
+    let code =
+        (shifted.to_bits() as u8).wrapping_add(u8::from(rest > half)).wrapping_sub(u8::from(rest < -half));
     if x.abs() <= f32::MAX { code } else { NOT_FINITE as u8 }
 }
 
