@@ -87,6 +87,9 @@ struct State {
     last_leaving_bytes: Option<usize>,
     /// Segments of this forward pass that may be recomputed for want of room.
     flexible_segments: usize,
+    /// Bytes that this backward pass brought back ahead of need and gave up, and those of the passes before it.
+    given_up_bytes: usize,
+    apart_bytes: usize,
     /// Bytes that may be ahead of backward's need.
     window_bytes: usize,
     /// Which forward pass this is: a key of stochastic rounding.
@@ -495,9 +498,10 @@ impl Offload {
         if let Some(budget) = self.0.device.budget_bytes()
             && others > 0
         {
-            // As deep as the step before had room for, less some for what does not lie side by side.
-            let room = budget.saturating_sub(others + budget / 16);
-            state.window_bytes = room.max(self.0.options.prefetch_bytes);
+            // As deep as the step before had room for, less what it brought back and had to give up: memory that does not lie
+            // side by side.
+            state.apart_bytes += std::mem::take(&mut state.given_up_bytes);
+            state.window_bytes = budget.saturating_sub(others + state.apart_bytes);
         }
         let end = state.order.len();
         self.prefetch(&mut state, end);
@@ -671,6 +675,7 @@ impl Offload {
             match std::mem::replace(&mut *place, Place::Moving) {
                 Place::Prefetched(_, slot) => {
                     *place = Place::Away(slot);
+                    state.given_up_bytes += entry.bytes;
                     return true;
                 }
                 other => *place = other,
