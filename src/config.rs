@@ -157,6 +157,23 @@ impl Tiers {
         }
     }
 
+    /// The offload runtime's options, with the sizes that are said here: see [`plan::sized`] for the others.
+    pub fn unsized_options(&self, policy: &Expression, folder: &Path) -> OffloadOptions {
+        let disk = (self.disk_memory.is_some() || policy.uses_disk()).then(|| {
+            let folder = self.spill.as_deref().unwrap_or(folder);
+            let mut disk = DiskOptions::new(folder, self.disk_memory.map_or(0, |bytes| bytes.0));
+            disk.verify |= self.verify;
+            disk
+        });
+        OffloadOptions {
+            host_bytes: self.host_memory.map(|bytes| bytes.0),
+            disk,
+            measure_errors: self.measure_errors,
+            verify_recompute: self.verify,
+            ..OffloadOptions::default()
+        }
+    }
+
     /// The offload runtime's options for a step: tiers as large as is said here, or as the step needs.
     ///
     /// # Errors
@@ -169,19 +186,7 @@ impl Tiers {
         budget: Option<Bytes>,
         folder: &Path,
     ) -> ebbtide_engine::Result<OffloadOptions> {
-        let disk = (self.disk_memory.is_some() || policy.uses_disk()).then(|| {
-            let folder = self.spill.as_deref().unwrap_or(folder);
-            let mut disk = DiskOptions::new(folder, self.disk_memory.map_or(0, |bytes| bytes.0));
-            disk.verify |= self.verify;
-            disk
-        });
-        let options = OffloadOptions {
-            host_bytes: self.host_memory.map(|bytes| bytes.0),
-            disk,
-            measure_errors: self.measure_errors,
-            verify_recompute: self.verify,
-            ..OffloadOptions::default()
-        };
+        let options = self.unsized_options(policy, folder);
         let budget = budget.map(|bytes| bytes.0);
         let sized = plan::sized(shape, policy.clone(), &options, budget)?;
         let device_bytes = plan::plan(shape, policy.clone(), &sized, budget)?.memory.extent_bytes;

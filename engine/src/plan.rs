@@ -43,6 +43,9 @@ pub struct StepPlan {
 /// Micro-batches beyond it repeat what those before them did.
 const ENOUGH_MICRO_BATCHES: usize = 2;
 
+/// A disk tier of 0 bytes is planned as one of this size, more than any step spills: a dry run takes none of it.
+const ANY_BYTES: usize = 1 << 50;
+
 /// Runs a step on a dry device. Two steps, since the second also holds what the first left: nothing, or it shows; and a
 /// validation after them.
 ///
@@ -68,7 +71,11 @@ pub fn plan_with(
     budget_bytes: Option<usize>,
 ) -> Result<StepPlan> {
     let device = Device::dry(budget_bytes);
-    let engine = Engine::new(&device, policy, options.clone())?;
+    let mut options = options.clone();
+    if let Some(disk) = options.disk.as_mut().filter(|disk| disk.bytes == 0) {
+        disk.bytes = ANY_BYTES;
+    }
+    let engine = Engine::new(&device, policy, options)?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
     let trainer_options = TrainerOptions { optimizer, schedule: Schedule::constant(0.0), seed: 0 };
@@ -101,13 +108,8 @@ pub fn sized(
     options: &OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<OffloadOptions> {
-    /// More than any step spills; a dry run takes none of it.
-    const ANY: usize = 1 << 50;
     let policy = policy.into();
     let mut sized = options.clone();
-    if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == 0) {
-        disk.bytes = ANY;
-    }
     let planned = match plan(shape, policy.clone(), &sized, budget_bytes) {
         Err(error) if is_out_of_memory(&error) => {
             let first = recompute_first(shape, &policy, &sized, budget_bytes, error)?;
@@ -117,7 +119,7 @@ pub fn sized(
         planned => planned?,
     };
     sized.host_bytes.get_or_insert(planned.host_bytes);
-    if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == ANY) {
+    if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == 0) {
         disk.bytes = planned.disk_bytes;
     }
     Ok(sized)

@@ -243,7 +243,7 @@ fn check_policy(config: &Config, shape: &StepShape) -> Result<()> {
 fn check_budget(config: &Config, shape: &StepShape, folder: &RunFolder) -> Result<()> {
     let Some(Bytes(budget)) = config.training.memory else { return Ok(()) };
     let training = &config.training;
-    let options = &config.tiers.options(shape, &training.policy.0, None, folder.path())?;
+    let options = &config.tiers.unsized_options(&training.policy.0, folder.path());
     let needed = least_budget(shape, training.policy.0.clone(), options)?;
     if needed <= budget {
         return Ok(());
