@@ -241,7 +241,7 @@ proptest! {
         mix: u64,
         in_flight_bytes in prop_oneof![Just(0usize), 1usize..4096],
         prefetch_bytes in prop_oneof![Just(0usize), 1usize..4096],
-        share in 0.0f64..1.2,
+        share in 0.0f64..2.4,
     ) {
         let cpu = |budget_bytes| Device::cpu_with(CpuOptions { threads: Some(2), budget_bytes }).unwrap();
         let options = OffloadOptions { in_flight_bytes, prefetch_bytes, min_bytes: 0, ..OffloadOptions::default() };
@@ -252,11 +252,12 @@ proptest! {
         prop_assert_eq!(&bits(&cpu(None), of_mix(0), with_disk(options.clone()), &spec).unwrap(), &expected);
         let offload = Builtin::Offload.policy();
         prop_assert_eq!(&bits(&cpu(None), offload, options.clone(), &spec).unwrap(), &expected);
-        // Within a budget it runs with the same bits, or says that it does not fit.
+        // Within a budget it runs with the same bits, or says that it does not fit: a mix lays its memory out otherwise, and may
+        // need more of it.
         let budget = (most as f64 * share) as usize;
         match bits(&cpu(Some(budget)), of_mix(1), with_disk(options.clone()), &spec) {
             Ok(found) => prop_assert_eq!(&found, &expected),
-            Err(Error::Device(kernels::Error::OutOfMemory(facts))) => prop_assert!(share < 1.0, "{}", facts),
+            Err(Error::Device(kernels::Error::OutOfMemory(facts))) => prop_assert!(share < 2.0, "{}", facts),
             Err(error) => panic!("{error}"),
         }
         let slow = ["offload out", "offload in", "disk out", "disk in", "disk out 0", "disk in 1"];
