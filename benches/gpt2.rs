@@ -66,6 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 policy: policy.parse()?,
                 threads: Some(threads),
                 budget_bytes: None,
+                offload_optimizer: false,
                 tiers: Tiers::default(),
             })?;
             let busy = |bench: &Bench| -> f64 { bench.trainer().engine().device().streams()[0].busy_seconds };

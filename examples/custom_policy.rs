@@ -32,7 +32,13 @@ impl Policy for Mine {
 
 fn main() -> Result<()> {
     // What it would need is known without running it.
-    let shape = StepShape { model: Gpt2Config::named("gpt2")?, batch: 8, context: 1024, accumulate: 1 };
+    let shape = StepShape {
+        model: Gpt2Config::named("gpt2")?,
+        batch: 8,
+        context: 1024,
+        accumulate: 1,
+        offload_optimizer: false,
+    };
     let policies: [(&str, Box<dyn Policy>); 2] =
         [("mine", Box::new(Mine)), ("keep", Box::new(policy::KeepAll))];
     for (name, policy) in policies {

@@ -32,6 +32,8 @@ pub struct BenchOptions {
     pub threads: Option<usize>,
     /// Most bytes on the device.
     pub budget_bytes: Option<usize>,
+    /// Whether the optimizer's moments are in host memory.
+    pub offload_optimizer: bool,
     /// Where offloaded activations go; their space in the system's folder for temporary files unless it says so.
     pub tiers: Tiers,
 }
@@ -78,14 +80,24 @@ impl Bench {
     pub fn new(options: &BenchOptions) -> Result<Self> {
         let device =
             Device::cpu_with(CpuOptions { threads: options.threads, budget_bytes: options.budget_bytes })?;
-        let shape =
-            StepShape { model: options.model, batch: options.batch, context: options.context, accumulate: 1 };
+        let shape = StepShape {
+            model: options.model,
+            batch: options.batch,
+            context: options.context,
+            accumulate: 1,
+            offload_optimizer: options.offload_optimizer,
+        };
         let budget = options.budget_bytes.map(Bytes);
         let tiers = options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
         let engine = Engine::new(&device, Box::new(options.policy.clone()), tiers)?;
         let model = Gpt2::new(&engine, options.model, 0, true)?;
         let schedule = Schedule::constant(3e-4);
-        let trainer_options = TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 0 };
+        let trainer_options = TrainerOptions {
+            optimizer: AdamWOptions::default(),
+            schedule,
+            seed: 0,
+            offload_optimizer: options.offload_optimizer,
+        };
         let mut trainer = Trainer::new(&engine, model, trainer_options)?;
         let batch = random_batch(options);
         let first_loss = trainer.step(std::slice::from_ref(&batch))?.loss;

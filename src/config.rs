@@ -96,6 +96,8 @@ pub struct TrainingFile {
     pub memory: Option<Bytes>,
     /// `f32`.
     pub precision: Option<Precision>,
+    /// Whether the optimizer's moments are in host memory; false if not given.
+    pub offload_optimizer: Option<bool>,
     /// Threads of the kernels; the machine's cores if not given.
     pub threads: Option<usize>,
     /// Steps between checkpoints; 0 for one at the end alone.
@@ -190,7 +192,8 @@ impl Tiers {
         let budget = budget.map(|bytes| bytes.0);
         let sized = plan::sized(shape, policy.clone(), &options, budget)?;
         let device_bytes = plan::plan(shape, policy.clone(), &sized, budget)?.memory.extent_bytes;
-        check_machine(device_bytes, sized.host_bytes.unwrap_or_default())?;
+        let moments = if shape.offload_optimizer { 8 * shape.model.parameters() } else { 0 };
+        check_machine(device_bytes, sized.host_bytes.unwrap_or_default() + moments)?;
         Ok(sized)
     }
 }
@@ -254,6 +257,9 @@ pub struct Training {
     pub memory: Option<Bytes>,
     /// What the model computes in.
     pub precision: Precision,
+    /// Whether the optimizer's moments are in host memory.
+    #[serde(default)]
+    pub offload_optimizer: bool,
     /// Threads of the kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -290,6 +296,8 @@ pub struct Overrides {
     pub batch: Option<usize>,
     /// `--accumulate`.
     pub accumulate: Option<usize>,
+    /// `--offload-optimizer`.
+    pub offload_optimizer: Option<bool>,
     /// `--threads`.
     pub threads: Option<usize>,
     /// `--host-memory` and its like.
@@ -311,6 +319,7 @@ impl Overrides {
         training.checkpoint_every = self.checkpoint_every.unwrap_or(training.checkpoint_every);
         training.batch = self.batch.unwrap_or(training.batch);
         training.accumulate = self.accumulate.unwrap_or(training.accumulate);
+        training.offload_optimizer = self.offload_optimizer.unwrap_or(training.offload_optimizer);
         training.threads = self.threads.or(training.threads);
         config.tiers = config.tiers.or(&self.tiers);
         config
@@ -433,6 +442,10 @@ impl ConfigFile {
                 policy: overrides.policy.clone().map(Policy).or(training.policy).unwrap_or_default(),
                 memory: overrides.memory.or(training.memory),
                 precision: overrides.precision.or(training.precision).unwrap_or_default(),
+                offload_optimizer: overrides
+                    .offload_optimizer
+                    .or(training.offload_optimizer)
+                    .unwrap_or_default(),
                 threads: overrides.threads.or(training.threads),
                 checkpoint_every: overrides.checkpoint_every.or(training.checkpoint_every).unwrap_or(500),
                 keep_checkpoints: training.keep_checkpoints.unwrap_or(2),
@@ -566,7 +579,7 @@ impl Config {
                 training.policy = Policy::default();
             }
             (training.steps, training.memory, training.threads) = (1, None, None);
-            config.tiers = Tiers::default();
+            (training.offload_optimizer, config.tiers) = (false, Tiers::default());
             (training.checkpoint_every, training.keep_checkpoints) = (0, 0);
             (training.validate_every, training.validation_windows, training.sample_tokens) = (0, 1, 0);
             serde_json::to_value(config).unwrap_or_default()

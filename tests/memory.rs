@@ -14,7 +14,7 @@ use ebbtide::{
 };
 
 fn shape(config: Gpt2Config) -> StepShape {
-    StepShape { model: config, batch: 4, context: 16, accumulate: 2 }
+    StepShape { model: config, batch: 4, context: 16, accumulate: 2, offload_optimizer: false }
 }
 
 fn window(shape: &StepShape) -> Vec<Batch> {

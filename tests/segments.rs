@@ -131,8 +131,13 @@ fn a_segment_that_is_not_reproducible_is_an_error_that_names_it() {
 /// Under a budget that holds what a few blocks save, those run once and the rest twice, with the same bits; the plan knows.
 #[test]
 fn segments_are_recomputed_where_the_budget_has_no_room() {
-    let shape =
-        StepShape { model: Gpt2Config { layers: 6, ..small(0.1) }, batch: 4, context: 16, accumulate: 1 };
+    let shape = StepShape {
+        model: Gpt2Config { layers: 6, ..small(0.1) },
+        batch: 4,
+        context: 16,
+        accumulate: 1,
+        offload_optimizer: false,
+    };
     let options = tiny_windows();
     let window: Vec<Batch> = vec![batch(&shape.model, 4, 16, 3)];
     let windows = vec![window.clone(), window];

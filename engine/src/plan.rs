@@ -23,6 +23,8 @@ pub struct StepShape {
     pub context: usize,
     /// Micro-batches of a window.
     pub accumulate: usize,
+    /// Whether the optimizer's moments are in host memory.
+    pub offload_optimizer: bool,
 }
 
 /// What a step holds and moves.
@@ -78,7 +80,12 @@ pub fn plan_with(
     let engine = Engine::new(&device, policy, options)?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
-    let trainer_options = TrainerOptions { optimizer, schedule: Schedule::constant(0.0), seed: 0 };
+    let trainer_options = TrainerOptions {
+        optimizer,
+        schedule: Schedule::constant(0.0),
+        seed: 0,
+        offload_optimizer: shape.offload_optimizer,
+    };
     let mut trainer = Trainer::new(&engine, model, trainer_options)?;
     let len = shape.batch * shape.context;
     let batch =

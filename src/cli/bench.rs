@@ -35,6 +35,9 @@ pub(crate) struct BenchArgs {
     /// The device's memory budget, such as 3GiB
     #[arg(long)]
     memory: Option<Bytes>,
+    /// Keep the optimizer's moments in host memory
+    #[arg(long)]
+    offload_optimizer: bool,
     /// Threads of the kernels
     #[arg(long)]
     threads: Option<usize>,
@@ -54,6 +57,7 @@ pub(super) fn bench(args: BenchArgs) -> Result<()> {
         policy: args.policy.clone(),
         threads: args.threads,
         budget_bytes: args.memory.map(|memory| memory.0),
+        offload_optimizer: args.offload_optimizer,
         tiers: args.tiers.tiers(),
     };
     let report = Bench::new(&options)?.run(args.steps)?;

@@ -70,6 +70,9 @@ pub(crate) struct TrainArgs {
     /// Micro-batches of a step
     #[arg(long)]
     accumulate: Option<usize>,
+    /// Keep the optimizer's moments in host memory, chunks of which pass through the device at each step
+    #[arg(long)]
+    offload_optimizer: bool,
     /// Threads of the kernels; results do not depend on it
     #[arg(long)]
     threads: Option<usize>,
@@ -170,6 +173,7 @@ fn step_shape(config: &Config) -> StepShape {
         batch: config.training.batch,
         context: config.training.context,
         accumulate: config.training.accumulate,
+        offload_optimizer: config.training.offload_optimizer,
     }
 }
 
@@ -185,6 +189,7 @@ fn overrides(args: &TrainArgs) -> Overrides {
         batch: args.batch,
         accumulate: args.accumulate,
         threads: args.threads,
+        offload_optimizer: args.offload_optimizer.then_some(true),
         tiers: args.tiers.tiers(),
     }
 }
@@ -326,6 +331,7 @@ impl Run {
             optimizer: config.optimizer,
             schedule: config.schedule,
             seed: config.training.seed,
+            offload_optimizer: config.training.offload_optimizer,
         };
         let trainer = Trainer::new(&engine, model, options)?;
         let stop = Arc::new(AtomicBool::new(false));

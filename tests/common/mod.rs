@@ -72,7 +72,11 @@ pub fn trainer_on(
     let engine = Engine::new(device, policy, options)?;
     let model = Gpt2::new(&engine, config, 11, true)?;
     let schedule = Schedule { peak: 1e-2, floor: 1e-3, warmup_steps: 2, decay_steps: 12 };
-    Trainer::new(&engine, model, TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5 })
+    Trainer::new(
+        &engine,
+        model,
+        TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5, offload_optimizer: false },
+    )
 }
 
 /// All that training leaves, as bits: losses, then gradients, then weights.
