@@ -191,9 +191,11 @@ impl Tiers {
         let options = self.unsized_options(policy, folder);
         let budget = budget.map(|bytes| bytes.0);
         let sized = plan::sized(shape, policy.clone(), &options, budget)?;
-        let device_bytes = plan::plan(shape, policy.clone(), &sized, budget)?.memory.extent_bytes;
-        let moments = if shape.offload_optimizer { 8 * shape.model.parameters() } else { 0 };
-        check_machine(device_bytes, sized.host_bytes.unwrap_or_default() + moments)?;
+        let planned = plan::plan(shape, policy.clone(), &sized, budget)?;
+        check_machine(
+            planned.memory.extent_bytes,
+            sized.host_bytes.unwrap_or_default() + planned.optimizer_host_bytes,
+        )?;
         Ok(sized)
     }
 }

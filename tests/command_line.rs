@@ -521,3 +521,66 @@ fn a_policy_that_did_nothing_is_said_so() {
         "{output}"
     );
 }
+
+#[test]
+fn plans_say_what_a_step_needs() {
+    let place = Place::new();
+    let table: Value = serde_json::from_str(&place.succeed(&[
+        "plan",
+        "--batch",
+        "2",
+        "--context",
+        "512",
+        "--table",
+        "--json",
+    ]))
+    .unwrap();
+    let rows = table["rows"].as_array().unwrap();
+    let names: Vec<&str> = rows.iter().map(|row| row["policy"].as_str().unwrap()).collect();
+    let expected =
+        ["keep", "rerun-cheap", "int8", "recompute", "recompute-offload", "recompute-offload-optimizer"];
+    assert_eq!(names, expected);
+    let totals: Vec<u64> = rows.iter().map(|row| row["total_bytes"].as_u64().unwrap()).collect();
+    assert!(totals.is_sorted_by(|a, b| a > b), "each row needs less than the one before: {totals:?}");
+    // The bench runs what was planned.
+    let bench = place.succeed(&[
+        "bench",
+        "--model",
+        "gpt2",
+        "--batch",
+        "1",
+        "--context",
+        "16",
+        "--steps",
+        "1",
+        "--json",
+        "--offload-optimizer",
+        "--policy",
+        "offload int8",
+    ]);
+    let bench: Value = serde_json::from_str(&bench).unwrap();
+    let plan = place.succeed(&[
+        "plan",
+        "--batch",
+        "1",
+        "--context",
+        "16",
+        "--json",
+        "--offload-optimizer",
+        "--policy",
+        "offload int8",
+    ]);
+    let plan: Value = serde_json::from_str(&plan).unwrap();
+    assert_eq!(plan["rows"][0]["total_bytes"], bench["peak_device_bytes"]);
+    assert!(place.succeed(&["plan", "--batch", "1", "--policy", "offload disk"]).contains("offload disk"));
+    for (arguments, expected) in [
+        (vec!["plan", "--batch", "0"], "at least 1"),
+        (vec!["plan", "--context", "4096"], "at most the 1024 positions of gpt2"),
+        (vec!["plan", "--model", "gpt3"], "gpt3"),
+        (vec!["plan", "--policy", "x.*: keep"], "`x.*` matches no segment and no tensor"),
+        (vec!["plan", "--memory", "1MiB"], "out of device memory"),
+    ] {
+        let error = place.fail(&arguments);
+        assert!(error.contains(expected), "{arguments:?}: {error}");
+    }
+}

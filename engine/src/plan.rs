@@ -7,7 +7,7 @@ use ebbtide_kernels::{Device, MemoryReport};
 use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
 
 use crate::{
-    Batch, Engine, Error, Result, Trainer, TrainerOptions,
+    Batch, Engine, Error, Flat, Result, Trainer, TrainerOptions,
     gpt2::{Gpt2, Gpt2Config},
     optimizer::{AdamWOptions, Schedule},
 };
@@ -40,6 +40,8 @@ pub struct StepPlan {
     pub host_bytes: usize,
     /// Disk space that they took.
     pub disk_bytes: usize,
+    /// Host memory of the optimizer's moments, where they are there.
+    pub optimizer_host_bytes: usize,
 }
 
 /// Micro-batches beyond it repeat what those before them did.
@@ -101,7 +103,10 @@ pub fn plan_with(
     trainer.evaluate(&window[..1])?;
     let used = |tier| engine.offload().tier_usage(tier).1;
     let (host_bytes, disk_bytes) = (used(Tier::Host), used(Tier::Disk));
-    Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes })
+    let moments = trainer.optimizer().moments();
+    let on_host = moments.iter().filter(|moment| matches!(moment, Flat::Host(_)));
+    let optimizer_host_bytes = on_host.map(|moment| 4 * moment.len()).sum();
+    Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes, optimizer_host_bytes })
 }
 
 /// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; and

@@ -4,6 +4,7 @@ mod bench;
 mod eval;
 mod export;
 mod pack;
+mod plan;
 mod run;
 mod sample;
 mod train;
@@ -33,6 +34,8 @@ enum Command {
     Sample(sample::SampleArgs),
     /// Write a run's model as `transformers` reads it
     Export(export::ExportArgs),
+    /// What a training step will need, without running it
+    Plan(plan::PlanArgs),
     /// Time and weigh training steps
     Bench(bench::BenchArgs),
 }
@@ -44,6 +47,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Eval(args) => eval::eval(args),
         Command::Sample(args) => sample::sample(args),
         Command::Export(args) => export::export(args),
+        Command::Plan(args) => plan::plan_step(args),
         Command::Bench(args) => bench::bench(args),
     };
     match result {
