@@ -162,6 +162,7 @@ pub fn load(trainer: &mut Trainer, checkpoint: &Path) -> Result<CheckpointState>
             moment.write(&engine, range.clone(), &values)?;
         }
     }
+    parameters.refresh(&engine)?;
     engine.compute().synchronize()?;
     trainer.set_progress(state.steps_done, state.forwards_done);
     Ok(state)
@@ -179,6 +180,7 @@ pub fn load_weights(engine: &Engine, parameters: &Parameters, checkpoint: &Path)
     for (name, _, range) in parameters.iter() {
         parameters.flat_weights().write(engine, range, &weights.read(name)?)?;
     }
+    parameters.refresh(engine)?;
     engine.compute().synchronize()?;
     Ok(())
 }

@@ -3,29 +3,48 @@
 use ebbtide_kernels::{Category, DType, Device, Op, Slice, Stream};
 use ebbtide_offload::{Offload, OffloadOptions, Policy};
 
-use crate::Result;
+use crate::{Numerics, Result};
 
 /// Where a model runs. Cloning is cheap and shares everything.
 #[derive(Clone)]
 pub struct Engine {
     compute: Stream,
     offload: Offload,
+    numerics: Numerics,
 }
 
 impl Engine {
-    /// An engine on a device, whose saved tensors go where the policy says.
+    /// An engine on a device that computes in f32, whose saved tensors go where the policy says.
     ///
     /// # Errors
     /// The offload runtime's, should it not start.
     pub fn new(device: &Device, policy: Box<dyn Policy>, options: OffloadOptions) -> Result<Self> {
+        Self::with_numerics(device, policy, options, Numerics::default())
+    }
+
+    /// An engine that computes in another precision: see [`crate::autocast`].
+    ///
+    /// # Errors
+    /// The offload runtime's, should it not start.
+    pub fn with_numerics(
+        device: &Device,
+        policy: Box<dyn Policy>,
+        options: OffloadOptions,
+        numerics: Numerics,
+    ) -> Result<Self> {
         let compute = device.stream("compute");
         let offload = Offload::new(&compute, policy, options)?;
-        Ok(Engine { compute, offload })
+        Ok(Engine { compute, offload, numerics })
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
         self.compute.device()
+    }
+
+    /// What it computes in.
+    pub fn numerics(&self) -> Numerics {
+        self.numerics
     }
 
     /// The stream that computes.
@@ -42,14 +61,29 @@ impl Engine {
         Ok(self.compute.submit(op)?)
     }
 
-    /// f32 memory for something that forward computes.
-    pub(crate) fn activation(&self, len: usize, name: &str) -> Result<Slice> {
-        Ok(self.offload.alloc(len, DType::F32, Category::Activations, name)?)
+    /// Memory for something that forward computes.
+    pub(crate) fn activation(&self, len: usize, dtype: DType, name: &str) -> Result<Slice> {
+        Ok(self.offload.alloc(len, dtype, Category::Activations, name)?)
     }
 
-    /// f32 memory for a gradient of an activation, or scratch.
+    /// f32 memory for scratch.
     pub(crate) fn workspace(&self, len: usize, name: &str) -> Result<Slice> {
-        Ok(self.offload.alloc(len, DType::F32, Category::Workspace, name)?)
+        self.gradient(len, DType::F32, name)
+    }
+
+    /// Memory for a gradient of an activation.
+    pub(crate) fn gradient(&self, len: usize, dtype: DType, name: &str) -> Result<Slice> {
+        Ok(self.offload.alloc(len, dtype, Category::Workspace, name)?)
+    }
+
+    /// The slice in another type, itself if it is of that type.
+    pub(crate) fn cast(&self, slice: Slice, dtype: DType, category: Category, name: &str) -> Result<Slice> {
+        if slice.dtype() == dtype {
+            return Ok(slice);
+        }
+        let out = self.offload.alloc(slice.len(), dtype, category, name)?;
+        self.submit(Op::Cast { input: slice, out: out.clone() })?;
+        Ok(out)
     }
 
     /// A checksum of what a slice holds; the device is waited for.
@@ -66,7 +100,7 @@ impl Engine {
         if slice.is_unique() && !slice.is_protected() {
             return Ok(slice);
         }
-        let copy = self.workspace(slice.len(), "gradient")?;
+        let copy = self.gradient(slice.len(), slice.dtype(), "gradient")?;
         self.submit(Op::Copy { input: slice, out: copy.clone() })?;
         Ok(copy)
     }

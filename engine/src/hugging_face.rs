@@ -202,6 +202,7 @@ pub fn load_weights(engine: &Engine, parameters: &Parameters, path: &Path) -> Re
     for (name, _, range) in parameters.iter() {
         parameters.flat_weights().write(engine, range, &file.read(&of_file(name))?)?;
     }
+    parameters.refresh(engine)?;
     engine.compute().synchronize()?;
     Ok(())
 }

@@ -4,6 +4,7 @@
 //! A [`Tape`] records a forward pass; [`Tape::backward`] consumes it. What backward needs of the forward pass goes
 //! through [`ebbtide_offload`] and nowhere else, so one policy decides what is kept, sent to host memory, or made again.
 
+pub mod autocast;
 pub mod checkpoint;
 mod engine;
 mod error;
@@ -19,6 +20,7 @@ mod tape;
 mod tensor_file;
 mod trainer;
 
+pub use autocast::{Numerics, Precision};
 pub use engine::Engine;
 pub use error::{Error, Result};
 pub use flat::Flat;

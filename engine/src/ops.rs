@@ -87,11 +87,12 @@ impl<'m> Tape<'m> {
             });
         }
         let dropout = self.dropout(site);
-        let out = self.engine().activation(sequences * context * width, &self.name("embedding"))?;
+        let dtype = self.result("embedding", &[]);
+        let out = self.engine().activation(sequences * context * width, dtype, &self.name("embedding"))?;
         self.engine().submit(Op::Embedding(Embedding {
             tokens: batch.tokens.clone(),
-            wte: wte.weight.clone(),
-            wpe: wpe.weight.part(0..context * width)?,
+            wte: wte.compute.clone(),
+            wpe: wpe.compute.part(0..context * width)?,
             out: out.clone(),
             batch: sequences,
             context,
@@ -148,14 +149,18 @@ impl<'m> Tape<'m> {
     ) -> Result<(Tensor, Tensor)> {
         same_shape("residual_norm", &x, &delta)?;
         let (rows, width) = x.rows_and_width();
-        let sum = self.engine().activation(x.slice.len(), &self.name("residual"))?;
+        let dtypes = [x.slice.dtype(), delta.slice.dtype()];
+        let sum_dtype = self.result("residual", &dtypes);
+        let x = self.cast(x, sum_dtype)?;
+        let sum = self.engine().activation(x.slice.len(), sum_dtype, &self.name("residual"))?;
         let dropout = self.dropout(site);
         let residual = Residual { input: x.slice.clone(), out: sum.clone(), dropout };
         let stats = self.run_norm(&delta.slice, Some(residual), norm, rows, width)?;
         let sum = self.tensor(sum, x.shape.clone());
         let normed = self.tensor(stats.out.clone(), x.shape.clone());
         if self.is_recording() {
-            self.record_norm(sum.clone(), x.id, Some((delta.id, dropout)), &normed, stats, norm)?;
+            let delta = Delta { id: delta.id, dropout, dtype: dtypes[1] };
+            self.record_norm(sum.clone(), x.id, Some(delta), &normed, stats, norm)?;
         }
         Ok((sum, normed))
     }
@@ -167,7 +172,13 @@ impl<'m> Tape<'m> {
     pub fn residual_add(&mut self, x: Tensor, delta: Tensor, site: DropoutSite) -> Result<Tensor> {
         same_shape("residual_add", &x, &delta)?;
         let Tensor { id: delta_id, slice, shape } = delta;
-        let slice = self.engine().owned(slice)?;
+        let (delta_dtype, sum_dtype) =
+            (slice.dtype(), self.result("residual", &[x.slice.dtype(), slice.dtype()]));
+        let x = self.cast(x, sum_dtype)?;
+        let slice = match slice.dtype() == sum_dtype {
+            true => self.engine().owned(slice)?,
+            false => self.engine().cast(slice, sum_dtype, Category::Activations, &self.name("residual"))?,
+        };
         let dropout = self.dropout(site);
         if let Some(dropout) = dropout {
             self.engine().submit(Op::Dropout { data: slice.clone(), dropout })?;
@@ -176,8 +187,9 @@ impl<'m> Tape<'m> {
         let sum = self.tensor(slice, shape);
         if self.is_recording() {
             let (id, x_id) = (sum.id, x.id);
+            let delta = Delta { id: delta_id, dropout, dtype: delta_dtype };
             self.push(move |backward| match backward.take(id) {
-                Some(dout) => give_sum(backward, x_id, delta_id, dropout, dout),
+                Some(dout) => give_sum(backward, x_id, delta, dout),
                 None => Ok(()),
             });
         }
@@ -195,11 +207,13 @@ impl<'m> Tape<'m> {
             let expected = format!("an input of width {k}");
             return Err(Error::Shape { op: "linear", expected, found: format!("{:?}", x.shape) });
         }
-        let out = self.engine().activation(m * n, &self.name("linear"))?;
+        let dtype = self.result("linear", &[x.slice.dtype()]);
+        let x = self.cast(x, dtype)?;
+        let out = self.engine().activation(m * n, dtype, &self.name("linear"))?;
         self.engine().submit(Op::Gemm(Gemm {
             a: x.slice.clone(),
             a_layout: Layout::Normal,
-            b: weight.weight.clone(),
+            b: weight.compute.clone(),
             b_layout: Layout::Normal,
             bias: bias.map(|bias| bias.weight.clone()),
             out: out.clone(),
@@ -245,11 +259,11 @@ impl<'m> Tape<'m> {
                     }))?;
                 }
                 drop(input);
-                let dx = engine.workspace(m * k, "dlinear")?;
+                let dx = engine.gradient(m * k, dtype, "dlinear")?;
                 engine.submit(Op::Gemm(Gemm {
                     a: dout,
                     a_layout: Layout::Normal,
-                    b: weight.weight,
+                    b: weight.compute,
                     b_layout: Layout::Transposed,
                     bias: None,
                     out: dx.clone(),
@@ -269,7 +283,8 @@ impl<'m> Tape<'m> {
     /// # Errors
     /// The device's.
     pub fn gelu(&mut self, x: Tensor, kind: GeluKind) -> Result<Tensor> {
-        let out = self.engine().activation(x.slice.len(), &self.name("gelu"))?;
+        let dtype = x.slice.dtype();
+        let out = self.engine().activation(x.slice.len(), dtype, &self.name("gelu"))?;
         self.engine().submit(Op::Gelu { input: x.slice.clone(), out: out.clone(), kind })?;
         let out = self.tensor(out, x.shape.clone());
         if self.is_recording() {
@@ -277,7 +292,7 @@ impl<'m> Tape<'m> {
             let (recipe_input, len, name) = (input.clone(), x.slice.len(), self.name("gelu"));
             self.offer_recipe(&out, "gelu.output", Role::GeluOutput, || {
                 Rc::new(move |engine: &Engine| {
-                    let out = engine.activation(len, &name)?;
+                    let out = engine.activation(len, dtype, &name)?;
                     let input = engine.offload().load(&recipe_input)?;
                     engine.submit(Op::Gelu { input, out: out.clone(), kind })?;
                     Ok(out)
@@ -314,8 +329,10 @@ impl<'m> Tape<'m> {
         let shape =
             AttentionShape { batch, context, heads, head_size, scale: 1.0 / (head_size as f32).sqrt() };
         let dropout = self.dropout(site);
-        let out = self.engine().activation(batch * context * width, &self.name("attention"))?;
-        let lse = self.engine().activation(shape.rows(), &self.name("attention.lse"))?;
+        let dtype = self.result("attention", &[qkv.slice.dtype()]);
+        let qkv = self.cast(qkv, dtype)?;
+        let out = self.engine().activation(batch * context * width, dtype, &self.name("attention"))?;
+        let lse = self.engine().activation(shape.rows(), DType::F32, &self.name("attention.lse"))?;
         self.engine().submit(Op::Attention(Attention {
             qkv: qkv.slice.clone(),
             out: out.clone(),
@@ -333,7 +350,7 @@ impl<'m> Tape<'m> {
             self.push(move |backward| {
                 let Some(dout) = backward.take(id) else { return Ok(()) };
                 let engine = backward.engine.clone();
-                let dqkv = engine.workspace(3 * shape.channels(), "dqkv")?;
+                let dqkv = engine.gradient(3 * shape.channels(), dtype, "dqkv")?;
                 engine.submit(Op::AttentionBackward(AttentionBackward {
                     dout,
                     out: engine.offload().load(&saved_out)?,
@@ -358,8 +375,11 @@ impl<'m> Tape<'m> {
     pub fn logits(&mut self, x: &Tensor, table: &Parameter) -> Result<Tensor> {
         let [vocabulary, width] = two_dimensions("logits", table)?;
         let (rows, _) = head_rows(x, width)?;
-        let out = self.engine().activation(rows * vocabulary, &self.name("logits"))?;
-        self.engine().submit(head_product(x.slice.clone(), table, out.clone(), rows, vocabulary, width))?;
+        let dtype = self.result("logits", &[x.slice.dtype()]);
+        let out = self.engine().activation(rows * vocabulary, dtype, &self.name("logits"))?;
+        let narrow =
+            self.engine().cast(x.slice.clone(), dtype, Category::Activations, &self.name("head.input"))?;
+        self.engine().submit(head_product(narrow, table, out.clone(), rows, vocabulary, width))?;
         let mut shape = x.shape.clone();
         if let Some(last) = shape.last_mut() {
             *last = vocabulary;
@@ -384,7 +404,9 @@ impl<'m> Tape<'m> {
         into: &LossInto,
     ) -> Result<HeadLoss> {
         let [vocabulary, width] = two_dimensions("head_loss", table)?;
-        let (rows, chunk) = head_rows(x, width).map(|(rows, _)| (rows, chunk_rows(rows, vocabulary)))?;
+        let dtype = self.result("logits", &[x.slice.dtype()]);
+        let (rows, _) = head_rows(x, width)?;
+        let chunk = chunk_rows(rows, vocabulary, dtype);
         let Some(targets) = &batch.targets else {
             let found = "none".to_string();
             return Err(Error::Shape { op: "head_loss", expected: format!("{rows} targets"), found });
@@ -392,12 +414,13 @@ impl<'m> Tape<'m> {
         let engine = self.engine().clone();
         let recording = self.is_recording();
         let losses = engine.workspace(rows, "losses")?;
-        let dx = recording.then(|| engine.workspace(rows * width, "dhead")).transpose()?;
-        let logits = engine.workspace(chunk * vocabulary, "logits")?;
+        let dx = recording.then(|| engine.gradient(rows * width, dtype, "dhead")).transpose()?;
+        let logits = engine.gradient(chunk * vocabulary, dtype, "logits")?;
+        let input = engine.cast(x.slice.clone(), dtype, Category::Activations, "head.input")?;
         for start in (0..rows).step_by(chunk) {
             let count = chunk.min(rows - start);
             let logits = logits.part(0..count * vocabulary)?;
-            let x = x.slice.part(start * width..(start + count) * width)?;
+            let x = input.part(start * width..(start + count) * width)?;
             engine.submit(head_product(x.clone(), table, logits.clone(), count, vocabulary, width))?;
             engine.submit(Op::CrossEntropy(CrossEntropy {
                 logits: logits.clone(),
@@ -411,7 +434,7 @@ impl<'m> Tape<'m> {
             engine.submit(Op::Gemm(Gemm {
                 a: logits.clone(),
                 a_layout: Layout::Normal,
-                b: table.weight.clone(),
+                b: table.compute.clone(),
                 b_layout: Layout::Normal,
                 bias: None,
                 out: dx.part(start * width..(start + count) * width)?,
@@ -436,7 +459,32 @@ impl<'m> Tape<'m> {
             }
         }
         engine.submit(Op::Sum { input: losses, out: into.sum.clone(), scale: into.weight })?;
-        Ok(HeadLoss { gradient: dx.map(|dx| (x.id, dx)) })
+        let give_back = |dx| engine.cast(dx, x.slice.dtype(), Category::Workspace, "dhead");
+        Ok(HeadLoss { gradient: dx.map(give_back).transpose()?.map(|dx| (x.id, dx)) })
+    }
+
+    /// The type of an operation's result here.
+    fn result(&self, operation: &str, inputs: &[DType]) -> DType {
+        self.engine().numerics().result(operation, inputs)
+    }
+
+    /// A tensor in another type, itself if it is of that type; differentiable.
+    fn cast(&mut self, x: Tensor, dtype: DType) -> Result<Tensor> {
+        let from = x.slice.dtype();
+        if from == dtype {
+            return Ok(x);
+        }
+        let slice = self.engine().cast(x.slice, dtype, Category::Activations, &self.name("cast"))?;
+        let out = self.tensor(slice, x.shape);
+        if self.is_recording() {
+            let (id, x_id) = (out.id, x.id);
+            self.push(move |backward| {
+                let Some(dout) = backward.take(id) else { return Ok(()) };
+                let dx = backward.engine.cast(dout, from, Category::Workspace, "dcast")?;
+                backward.give(x_id, dx)
+            });
+        }
+        Ok(out)
     }
 
     fn run_norm(
@@ -448,9 +496,10 @@ impl<'m> Tape<'m> {
         width: usize,
     ) -> Result<NormResult> {
         let engine = self.engine();
-        let out = engine.activation(rows * width, &self.name("norm"))?;
-        let mean = engine.activation(rows, &self.name("norm.mean"))?;
-        let rstd = engine.activation(rows, &self.name("norm.rstd"))?;
+        let dtype = self.result("norm", &[input.dtype()]);
+        let out = engine.activation(rows * width, dtype, &self.name("norm"))?;
+        let mean = engine.activation(rows, DType::F32, &self.name("norm.mean"))?;
+        let rstd = engine.activation(rows, DType::F32, &self.name("norm.rstd"))?;
         engine.submit(Op::LayerNorm(LayerNorm {
             input: input.clone(),
             residual,
@@ -472,7 +521,7 @@ impl<'m> Tape<'m> {
         &mut self,
         x: Tensor,
         stream_id: u64,
-        delta: Option<(u64, Option<Dropout>)>,
+        delta: Option<Delta>,
         normed: &Tensor,
         stats: NormResult,
         norm: &Norm,
@@ -486,18 +535,17 @@ impl<'m> Tape<'m> {
             rstd: self.save(&rstd, "norm.rstd", Role::Statistic)?,
             rows,
             width,
+            dtype: normed.slice.dtype(),
         };
         let (recipe, name, recipe_norm) = (saved.clone(), self.name("norm"), norm.clone());
         self.offer_recipe(normed, "norm.output", Role::NormOutput, || recipe.recipe(recipe_norm, name));
-        let (normed_id, x_id, norm) = (normed.id, x.id, norm.clone());
+        let (normed_id, x_id, x_dtype, norm) = (normed.id, x.id, x.slice.dtype(), norm.clone());
         drop(x);
         self.push(move |backward| {
             let Some(dout) = backward.take(normed_id) else {
                 // Only the sum was used.
                 return match (delta, backward.take(x_id)) {
-                    (Some((delta_id, dropout)), Some(dx)) => {
-                        give_sum(backward, stream_id, delta_id, dropout, dx)
-                    }
+                    (Some(delta), Some(dx)) => give_sum(backward, stream_id, delta, dx),
                     (_, Some(dx)) => backward.give(stream_id, dx),
                     (_, None) => Ok(()),
                 };
@@ -507,10 +555,12 @@ impl<'m> Tape<'m> {
             let accumulate = from_above.is_some();
             let dinput = match from_above {
                 Some(dx) => engine.owned(dx)?,
-                None => engine.workspace(rows * width, "dresidual")?,
+                None => engine.gradient(rows * width, x_dtype, "dresidual")?,
             };
             let ddelta = match delta {
-                Some((_, Some(dropout))) => Some((engine.workspace(rows * width, "ddelta")?, dropout)),
+                Some(Delta { dropout: Some(dropout), dtype, .. }) => {
+                    Some((engine.gradient(rows * width, dtype, "ddelta")?, dropout))
+                }
                 _ => None,
             };
             let parameter_gradient = |parameter: &Parameter| match &parameter.gradient {
@@ -538,8 +588,12 @@ impl<'m> Tape<'m> {
                 rows,
                 width,
             }))?;
-            if let Some((delta_id, _)) = delta {
-                backward.give(delta_id, ddelta.map_or_else(|| dinput.clone(), |(slice, _)| slice))?;
+            if let Some(delta) = delta {
+                let gradient = match ddelta {
+                    Some((slice, _)) => slice,
+                    None => engine.cast(dinput.clone(), delta.dtype, Category::Workspace, "ddelta")?,
+                };
+                backward.give(delta.id, gradient)?;
             }
             backward.give(stream_id, dinput)
         });
@@ -560,12 +614,23 @@ struct SavedNorm {
     rstd: Saved,
     rows: usize,
     width: usize,
+    /// Of the norm's result.
+    dtype: DType,
+}
+
+/// What a sum adds to the residual stream.
+#[derive(Clone, Copy)]
+struct Delta {
+    id: u64,
+    dropout: Option<Dropout>,
+    /// Of the delta, and so of its gradient, whatever the sum's is.
+    dtype: DType,
 }
 
 impl SavedNorm {
     fn recipe<'m>(self, norm: Norm, name: String) -> Recipe<'m> {
         Rc::new(move |engine: &Engine| {
-            let out = engine.activation(self.rows * self.width, &name)?;
+            let out = engine.activation(self.rows * self.width, self.dtype, &name)?;
             engine.submit(Op::LayerNormApply(LayerNormApply {
                 input: engine.offload().load(&self.x)?,
                 weight: norm.weight.weight.clone(),
@@ -582,22 +647,18 @@ impl SavedNorm {
 }
 
 /// Hands the gradient of `stream + dropout(delta)` to both.
-fn give_sum(
-    backward: &mut Backward,
-    stream_id: u64,
-    delta_id: u64,
-    dropout: Option<Dropout>,
-    dx: Slice,
-) -> Result<()> {
-    let ddelta = match dropout {
+fn give_sum(backward: &mut Backward, stream_id: u64, delta: Delta, dx: Slice) -> Result<()> {
+    let engine = backward.engine.clone();
+    let ddelta = match delta.dropout {
         None => dx.clone(),
         Some(dropout) => {
-            let ddelta = backward.engine.owned(dx.clone())?;
-            backward.engine.submit(Op::Dropout { data: ddelta.clone(), dropout })?;
+            let ddelta = engine.owned(dx.clone())?;
+            engine.submit(Op::Dropout { data: ddelta.clone(), dropout })?;
             ddelta
         }
     };
-    backward.give(delta_id, ddelta)?;
+    let ddelta = engine.cast(ddelta, delta.dtype, Category::Workspace, "ddelta")?;
+    backward.give(delta.id, ddelta)?;
     backward.give(stream_id, dx)
 }
 
@@ -605,7 +666,7 @@ fn head_product(x: Slice, table: &Parameter, out: Slice, rows: usize, vocabulary
     Op::Gemm(Gemm {
         a: x,
         a_layout: Layout::Normal,
-        b: table.weight.clone(),
+        b: table.compute.clone(),
         b_layout: Layout::Transposed,
         bias: None,
         out,
@@ -617,8 +678,8 @@ fn head_product(x: Slice, table: &Parameter, out: Slice, rows: usize, vocabulary
 }
 
 /// Rows of a chunk of the head: as even as can be, in multiples of 16, at most [`HEAD_CHUNK_BYTES`] of logits.
-fn chunk_rows(rows: usize, vocabulary: usize) -> usize {
-    let bytes = rows * vocabulary * DType::F32.size_bytes();
+fn chunk_rows(rows: usize, vocabulary: usize, dtype: DType) -> usize {
+    let bytes = rows * vocabulary * dtype.size_bytes();
     let chunks = bytes.div_ceil(HEAD_CHUNK_BYTES).max(1);
     rows.div_ceil(chunks).next_multiple_of(16).min(rows.max(1))
 }

@@ -201,7 +201,7 @@ impl AdamW {
                 self.send([first_moment, second_moment], chunk)?;
             }
         }
-        Ok(())
+        parameters.refresh(engine)
     }
 
     /// The moments of a chunk, on the device.

@@ -27,8 +27,10 @@ pub enum Init {
 /// A parameter's places. Cloning is cheap and shares the memory.
 #[derive(Clone, Debug)]
 pub struct Parameter {
-    /// Its value, f32.
+    /// Its value, f32: the master.
     pub weight: Slice,
+    /// What products read: the 16-bit copy of a matrix where the engine computes in 16 bits, else the value itself.
+    pub compute: Slice,
     /// Where its gradient accumulates, f32; `None` if the model is not trained.
     pub gradient: Option<Slice>,
     /// Its shape.
@@ -93,8 +95,13 @@ impl ParametersBuilder {
             false => None,
         };
         let by_name = self.specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
-        let parameters = Parameters { specs: self.specs, by_name, weights, gradients, decayed };
+        let narrow = match engine.numerics().precision.dtype() {
+            DType::F32 => None,
+            dtype => Some(device.alloc(decayed, dtype, Category::Weights, "16-bit weights")?),
+        };
+        let parameters = Parameters { specs: self.specs, by_name, weights, narrow, gradients, decayed };
         parameters.initialise(engine, seed)?;
+        parameters.refresh(engine)?;
         if let Some(gradients) = &parameters.gradients {
             engine.submit(Op::Fill { out: gradients.clone(), value: 0.0 })?;
         }
@@ -107,6 +114,8 @@ pub struct Parameters {
     specs: Vec<Spec>,
     by_name: HashMap<String, usize>,
     weights: Slice,
+    /// Of the matrices, which lie first.
+    narrow: Option<Slice>,
     gradients: Option<Slice>,
     decayed: usize,
 }
@@ -161,7 +170,26 @@ impl Parameters {
             self.by_name.get(name).ok_or_else(|| Error::UnknownParameter { name: name.to_string() })?;
         let spec = &self.specs[*index];
         let gradient = self.gradients.as_ref().map(|all| all.part(spec.range.clone())).transpose()?;
-        Ok(Parameter { weight: self.weights.part(spec.range.clone())?, gradient, shape: spec.shape.clone() })
+        let weight = self.weights.part(spec.range.clone())?;
+        let compute = match &self.narrow {
+            Some(narrow) if spec.decays() => narrow.part(spec.range.clone())?,
+            _ => weight.clone(),
+        };
+        Ok(Parameter { weight, compute, gradient, shape: spec.shape.clone() })
+    }
+
+    /// Makes the 16-bit copies anew, where there are any: once whenever the values have changed.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn refresh(&self, engine: &Engine) -> Result<()> {
+        match &self.narrow {
+            Some(narrow) => {
+                let input = self.weights.part(0..self.decayed)?;
+                engine.submit(Op::Cast { input, out: narrow.clone() })
+            }
+            None => Ok(()),
+        }
     }
 
     fn initialise(&self, engine: &Engine, seed: u64) -> Result<()> {
