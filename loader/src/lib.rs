@@ -46,16 +46,26 @@
 //! # }
 //! ```
 
+mod dataset;
+mod encoding;
 mod error;
 mod file;
+mod format;
+pub mod memory;
+mod order;
 mod permutation;
 mod prefetch;
 mod sampler;
+mod shard;
 mod windows;
 mod writer;
 
+pub use dataset::{Dataset, Identity, Place, Samples, ShardIdentity};
+pub use encoding::Encoding;
 pub use error::{Error, Result};
 pub use file::TokenFile;
+pub use format::Format;
+pub use order::{BlockOrder, Order, Sample, Share};
 pub use permutation::Permutation;
 pub use prefetch::{PrefetchOptions, Prefetcher, TokenBatch};
 pub use sampler::Sampler;
