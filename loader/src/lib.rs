@@ -46,28 +46,36 @@
 //! # }
 //! ```
 
+mod arena;
+mod blocks;
 mod dataset;
+mod disk;
 mod encoding;
 mod error;
 mod file;
 mod format;
+mod loader;
 pub mod memory;
 mod order;
 mod permutation;
 mod prefetch;
+mod probe;
 mod sampler;
 mod shard;
 mod windows;
 mod writer;
 
 pub use dataset::{Dataset, Identity, Place, Samples, ShardIdentity};
+pub use disk::{IoMode, drop_from_cache};
 pub use encoding::Encoding;
 pub use error::{Error, Result};
 pub use file::TokenFile;
 pub use format::Format;
+pub use loader::{Loader, LoaderOptions, LoaderReport, LoaderState, order_of};
 pub use order::{BlockOrder, Order, Sample, Share};
 pub use permutation::Permutation;
 pub use prefetch::{PrefetchOptions, Prefetcher, TokenBatch};
+pub use probe::{Sequential, read_through};
 pub use sampler::Sampler;
 pub use windows::{Windows, split};
 pub use writer::TokenWriter;

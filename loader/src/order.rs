@@ -142,10 +142,9 @@ impl Layout {
         Span { part, first_in_part, first: first_window + first_in_part, windows }
     }
 
-    /// The part of a window, and its number in it.
-    pub(crate) fn part_of(&self, window: u64) -> (usize, u64) {
-        let part = self.firsts.partition_point(|&(first, _)| first <= window) - 1;
-        (part, window - self.firsts[part].0)
+    /// Windows of the largest block.
+    pub(crate) fn most_windows(&self) -> u64 {
+        self.firsts.windows(2).map(|pair| (pair[1].0 - pair[0].0).min(self.per_block)).max().unwrap_or(0)
     }
 
     /// Blocks with fewer windows than others, and how many they have.

@@ -10,6 +10,7 @@
 //! Costs: the batches ahead, within both bounds of [`PrefetchOptions`], and one buffer between its return and its next use.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -75,15 +76,23 @@ impl Prefetcher {
     /// the runtime.
     pub fn new(sampler: Sampler, batch: usize, position: u64, options: PrefetchOptions) -> Result<Self> {
         let context = sampler.windows().context();
-        let bytes = context.checked_mul(batch).and_then(|tokens| tokens.checked_mul(TOKEN_BYTES));
-        let batch_bytes = bytes.filter(|&bytes| bytes > 0).ok_or(Error::BadBatch { batch, context })?;
+        let path = sampler.windows().file().path().to_path_buf();
+        Self::start(
+            Box::new(WindowByWindow { sampler, position, begun: false }),
+            Shape { batch, context, path },
+            options,
+        )
+    }
+
+    /// Begins to have a source fill batches.
+    pub(crate) fn start(source: Box<dyn Source>, shape: Shape, options: PrefetchOptions) -> Result<Self> {
+        let batch_bytes = shape.batch_bytes()?;
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             changed: Condvar::new(),
             stop: AtomicBool::new(false),
             limit: options.batches.min(options.bytes / batch_bytes).max(1),
-            sampler,
-            batch,
+            shape,
         });
         // No future ever runs here: only the blocking thread is wanted, so the scheduler needs no thread of its own.
         let runtime = Builder::new_current_thread()
@@ -91,7 +100,7 @@ impl Prefetcher {
             .thread_name("ebbtide-loader")
             .build()
             .map_err(|cause| Error::Start { cause: Arc::new(cause) })?;
-        let reader = Reader { shared: shared.clone(), position };
+        let reader = Reader { shared: shared.clone(), source };
         runtime.spawn_blocking(move || reader.run());
         Ok(Self { shared, runtime: Some(runtime), failed: None, waited: Duration::ZERO })
     }
@@ -108,6 +117,11 @@ impl Prefetcher {
         reason = "an iterator of results would invite `collect` on an endless one"
     )]
     pub fn next(&mut self) -> Result<TokenBatch> {
+        self.next_filled().map(|filled| filled.batch)
+    }
+
+    /// The next batch, and what its source says of it.
+    pub(crate) fn next_filled(&mut self) -> Result<Filled> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
@@ -154,6 +168,105 @@ impl Drop for Prefetcher {
     }
 }
 
+/// Fills the batches of a [`Prefetcher`], one after another.
+pub(crate) trait Source: Send {
+    /// Fills the next batch. May ask `stopping` at times, and then end with any error.
+    fn fill(&mut self, batch: &mut Slots<'_>, stopping: &dyn Fn() -> bool) -> Result<Filling>;
+}
+
+/// A batch to fill: its inputs and its targets, `[batch, context]` each.
+pub(crate) struct Slots<'a> {
+    pub(crate) context: usize,
+    pub(crate) inputs: &'a mut [u32],
+    pub(crate) targets: &'a mut [i32],
+}
+
+impl Slots<'_> {
+    /// The inputs and targets of each sample.
+    pub(crate) fn samples(&mut self) -> impl Iterator<Item = (&mut [u32], &mut [i32])> {
+        self.inputs.chunks_exact_mut(self.context).zip(self.targets.chunks_exact_mut(self.context))
+    }
+}
+
+/// What a source says of the batch that it filled.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Filling {
+    /// Samples delivered once the batch is used.
+    pub(crate) position: u64,
+    /// The batch's share of the digest, 0 where there is none.
+    pub(crate) digest: u64,
+}
+
+/// A filled batch.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    pub(crate) batch: TokenBatch,
+    pub(crate) digest: u64,
+}
+
+/// What batches are like, and whose they are.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) batch: usize,
+    pub(crate) context: usize,
+    /// The data, for messages.
+    pub(crate) path: PathBuf,
+}
+
+impl Shape {
+    /// Tokens of a batch.
+    fn tokens(&self) -> usize {
+        self.batch * self.context
+    }
+
+    /// Bytes of a batch, above 0.
+    pub(crate) fn batch_bytes(&self) -> Result<usize> {
+        let &Self { batch, context, .. } = self;
+        let bytes = context.checked_mul(batch).and_then(|tokens| tokens.checked_mul(TOKEN_BYTES));
+        bytes.filter(|&bytes| bytes > 0).ok_or(Error::BadBatch { batch, context })
+    }
+}
+
+/// Reads the windows of a sampler one by one.
+struct WindowByWindow {
+    sampler: Sampler,
+    position: u64,
+    /// The kernel knows of the first batch.
+    begun: bool,
+}
+
+impl Source for WindowByWindow {
+    fn fill(&mut self, slots: &mut Slots<'_>, stopping: &dyn Fn() -> bool) -> Result<Filling> {
+        let batch = slots.inputs.len() / slots.context;
+        if !self.begun {
+            self.advise(self.position, batch);
+            self.begun = true;
+        }
+        let position = self.position.checked_add(batch as u64);
+        let position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
+        self.advise(position, batch);
+        let windows = self.sampler.windows();
+        for (sample, (inputs, targets)) in (self.position..position).zip(slots.samples()) {
+            if stopping() {
+                return Err(Error::Stopped { path: windows.file().path().to_path_buf() });
+            }
+            windows.read(self.sampler.window_at(sample), inputs, targets)?;
+        }
+        self.position = position;
+        Ok(Filling { position, digest: 0 })
+    }
+}
+
+impl WindowByWindow {
+    /// Tells the kernel of the first windows of the batch at `position`.
+    fn advise(&self, position: u64, batch: usize) {
+        let count = (batch as u64).min(ADVISED_WINDOWS);
+        for sample in position..position.saturating_add(count) {
+            self.sampler.windows().advise(self.sampler.window_at(sample));
+        }
+    }
+}
+
 /// What the caller and the reader share.
 #[derive(Debug)]
 struct Shared {
@@ -162,13 +275,12 @@ struct Shared {
     stop: AtomicBool,
     /// The most batches ahead, the one being read included.
     limit: usize,
-    sampler: Sampler,
-    batch: usize,
+    shape: Shape,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    ready: VecDeque<Result<TokenBatch>>,
+    ready: VecDeque<Result<Filled>>,
     spare: Vec<TokenBatch>,
     /// A batch is being read.
     reading: bool,
@@ -198,29 +310,23 @@ impl Shared {
     }
 
     fn stopped(&self) -> Error {
-        Error::Stopped { path: self.sampler.windows().file().path().to_path_buf() }
-    }
-
-    /// Tokens of a batch.
-    fn tokens(&self) -> usize {
-        self.batch * self.sampler.windows().context()
+        Error::Stopped { path: self.shape.path.clone() }
     }
 
     /// Whether a batch has the shape of this prefetcher's, so that its buffers need no change.
     fn fits(&self, batch: &TokenBatch) -> bool {
-        [batch.tokens.len(), batch.targets.len()] == [self.tokens(); 2]
+        [batch.tokens.len(), batch.targets.len()] == [self.shape.tokens(); 2]
     }
 }
 
 /// The background side.
 struct Reader {
     shared: Arc<Shared>,
-    position: u64,
+    source: Box<dyn Source>,
 }
 
 impl Reader {
     fn run(mut self) {
-        self.advise(self.position);
         while let Some(buffer) = self.wait_for_room() {
             let read = self.read(buffer);
             let failed = read.is_err();
@@ -253,38 +359,22 @@ impl Reader {
         Some(state.spare.pop().unwrap_or_default())
     }
 
-    /// Reads the batch at the position into a buffer, and moves on.
-    fn read(&mut self, mut out: TokenBatch) -> Result<TokenBatch> {
-        let (windows, batch) = (self.shared.sampler.windows(), self.shared.batch);
-        let context = windows.context();
-        let position = self.position.checked_add(batch as u64);
-        let position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
-        self.advise(position);
-        let tokens = self.shared.tokens();
+    /// Has the source fill a buffer.
+    fn read(&mut self, mut out: TokenBatch) -> Result<Filled> {
+        let (shared, shape) = (&self.shared, &self.shared.shape);
+        let tokens = shape.tokens();
         let reserved = out.tokens.try_reserve_exact(tokens.saturating_sub(out.tokens.len()));
         reserved
             .and_then(|()| out.targets.try_reserve_exact(tokens.saturating_sub(out.targets.len())))
             .map_err(|_| Error::NoMemory { bytes: tokens * TOKEN_BYTES })?;
         out.tokens.resize(tokens, 0);
         out.targets.resize(tokens, 0);
-        let slots = out.tokens.chunks_exact_mut(context).zip(out.targets.chunks_exact_mut(context));
-        for (sample, (inputs, targets)) in (self.position..position).zip(slots) {
-            if self.shared.stopping() {
-                return Err(self.shared.stopped());
-            }
-            windows.read(self.shared.sampler.window_at(sample), inputs, targets)?;
-        }
-        self.position = position;
-        Ok(TokenBatch { batch, context, position, ..out })
-    }
-
-    /// Tells the kernel of the first windows of the batch at `position`.
-    fn advise(&self, position: u64) {
-        let sampler = &self.shared.sampler;
-        let count = (self.shared.batch as u64).min(ADVISED_WINDOWS);
-        for sample in position..position.saturating_add(count) {
-            sampler.windows().advise(sampler.window_at(sample));
-        }
+        let mut slots = Slots { context: shape.context, inputs: &mut out.tokens, targets: &mut out.targets };
+        let Filling { position, digest } = self.source.fill(&mut slots, &|| shared.stopping())?;
+        Ok(Filled {
+            batch: TokenBatch { batch: shape.batch, context: shape.context, position, ..out },
+            digest,
+        })
     }
 }
 

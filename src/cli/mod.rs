@@ -1,6 +1,7 @@
 //! The commands, and what they share.
 
 mod bench;
+mod bench_loader;
 mod eval;
 mod export;
 mod pack;
@@ -34,6 +35,8 @@ enum Command {
     Export(export::ExportArgs),
     /// Time and weigh training steps
     Bench(bench::BenchArgs),
+    /// Time how fast a dataset's windows come, beside the disk itself
+    BenchLoader(bench_loader::BenchLoaderArgs),
 }
 
 pub(crate) fn main() -> ExitCode {
@@ -44,6 +47,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Sample(args) => sample::sample(args),
         Command::Export(args) => export::export(args),
         Command::Bench(args) => bench::bench(args),
+        Command::BenchLoader(args) => bench_loader::bench_loader(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
