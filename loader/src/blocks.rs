@@ -291,6 +291,8 @@ pub(crate) struct Gatherer {
     walk: Walk,
     position: u64,
     world: u64,
+    /// Every token is below it.
+    vocabulary: u64,
     epoch: u64,
     /// For each stream the place of its first open block, and those from there on.
     open: Vec<(u64, VecDeque<Loaded>)>,
@@ -301,11 +303,11 @@ pub(crate) struct Gatherer {
 
 impl Gatherer {
     /// Gathers the share's samples from a position on.
-    pub(crate) fn new(shared: Arc<Shared>, position: u64, share: Share) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, position: u64, share: Share, vocabulary: u64) -> Self {
         let walk = Walk::new(&shared.plan, position, share);
         let open = (0..shared.plan.streams()).map(|_| (0, VecDeque::new())).collect();
         let (world, arrived, freed) = (share.world, HashMap::new(), Vec::new());
-        Self { shared, walk, position, world, epoch: 0, open, arrived, freed }
+        Self { shared, walk, position, world, vocabulary, epoch: 0, open, arrived, freed }
     }
 
     fn release(&mut self, at_least: usize) {
@@ -383,11 +385,7 @@ impl Gatherer {
         let width = shard.encoding.bytes() as usize;
         let at = (step.sample.window - block.span.first) as usize * inputs.len() * width;
         let window = &block.slot[block.skip + at..][..(inputs.len() + 1) * width];
-        shard.encoding.widen(window, inputs, targets).map_err(|(index, value)| {
-            let offset = block.offset + (at + index * width) as u64;
-            let index = (offset - shard.offset) / width as u64;
-            Error::NotAToken { path: shard.path.clone(), index, offset, value }
-        })?;
+        shard.widen(window, block.offset + at as u64, self.vocabulary, inputs, targets)?;
         Counters::add(&self.shared.counters.gathered_bytes, (inputs.len() * width) as u64);
         Ok(xxh3_64_with_seed(window, step.sample.position))
     }

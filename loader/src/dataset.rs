@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::file::{FNV_BASIS, fnv1a};
+use crate::file::{FNV_BASIS, fnv1a, read_exact};
 use crate::format::Format;
 use crate::order::{Layout, Order};
 use crate::shard::Shard;
@@ -323,6 +323,33 @@ impl Samples {
             left -= windows;
         }
         None
+    }
+
+    /// Reads one window: its first `context` tokens into `inputs`, its last `context` into `targets`. For few windows; a
+    /// [`Loader`](crate::Loader) is for many. After an error what the slices hold is unspecified.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadSlice`] unless both slices have `context` elements, [`Error::NoSuchWindow`] for an index of
+    /// [`count`](Self::count) or more, [`Error::CutShort`] and [`Error::Read`] if the file cannot be read as it was, and
+    /// [`Error::NotAToken`] for a number that is none.
+    pub fn read(&self, window: u64, inputs: &mut [u32], targets: &mut [i32]) -> Result<()> {
+        for (slice, found) in [("inputs", inputs.len()), ("targets", targets.len())] {
+            if found != self.context {
+                return Err(Error::BadSlice { slice, expected: self.context, found });
+            }
+        }
+        let layout = self.layout(Order::Random);
+        if window >= layout.windows() {
+            let path = self.dataset.path().to_path_buf();
+            return Err(Error::NoSuchWindow { path, index: window, count: layout.windows() });
+        }
+        let span = layout.span(window);
+        let (shard, range) = self.bytes_of(span.part, span.first_in_part, 1);
+        let shard = &self.dataset.shards()[shard];
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        read_exact(&shard.path, &shard.file, range.start, &mut bytes)?;
+        shard.widen(&bytes, range.start, u64::MAX, inputs, targets)
     }
 
     /// The blocks that an order reads.

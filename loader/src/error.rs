@@ -184,9 +184,9 @@ pub enum Error {
         /// What it is.
         found: String,
     },
-    /// A stored number that is no token id: negative, or above `i32::MAX`.
+    /// A stored number that is no token id of the vocabulary, or none at all: negative, or above `i32::MAX`.
     #[error(
-        "{}: token {index} at byte offset {offset} is {value}, expected at least 0 and at most 2147483647",
+        "{}: token {index} at byte offset {offset} is {value}, expected at least 0 and below {limit}",
         path.display()
     )]
     NotAToken {
@@ -198,6 +198,8 @@ pub enum Error {
         offset: u64,
         /// What is stored.
         value: i128,
+        /// The vocabulary's size, or 2^31.
+        limit: u64,
     },
     /// A folder without a file of tokens.
     #[error("{}: expected files of tokens (.bin, .npy, .safetensors) in the folder, found none", path.display())]

@@ -42,6 +42,8 @@ pub struct LoaderOptions {
     /// How files are read. Without it: single windows and data that fits into the limit of memory through the page cache,
     /// larger data past it.
     pub io: Option<IoMode>,
+    /// The size of the vocabulary: a token outside of it is an error. Without it anything below 2^31 is a token.
+    pub vocabulary: Option<usize>,
     /// What the order takes for the data's fingerprint, if not that of the data: that of a run whose data was changed and
     /// which is to go on in its order.
     pub fingerprint: Option<u64>,
@@ -58,6 +60,7 @@ impl Default for LoaderOptions {
             ram_bytes: None,
             batches_ahead: 4,
             io: None,
+            vocabulary: None,
             fingerprint: None,
         }
     }
@@ -162,7 +165,8 @@ impl Loader {
             slots: memory.slots as usize,
             slot_bytes: memory.slot_bytes as usize,
         })?;
-        let gatherer = Gatherer::new(readers.shared.clone(), state.position, options.share);
+        let vocabulary = options.vocabulary.map_or(u64::MAX, |vocabulary| vocabulary as u64);
+        let gatherer = Gatherer::new(readers.shared.clone(), state.position, options.share, vocabulary);
         let ahead = PrefetchOptions { batches: memory.ahead as usize, bytes: usize::MAX };
         let batches = Prefetcher::start(Box::new(gatherer), shape, ahead)?;
         Ok(Self { batches, readers, state, memory, reason, threads })
@@ -173,7 +177,7 @@ impl Loader {
     /// # Errors
     ///
     /// [`Error::CutShort`], [`Error::Changed`] and [`Error::Read`] if a file cannot be read as it was, after all batches
-    /// before the bad one; [`Error::NotAToken`] for a number that is none; [`Error::BadPosition`] if the count of samples
+    /// before the bad one; [`Error::NotAToken`] for a number that is none, or none of the vocabulary; [`Error::BadPosition`] if the count of samples
     /// leaves 64 bits; [`Error::NoMemory`] if a batch cannot be allocated. After an error every call gives it again.
     #[expect(
         clippy::should_implement_trait,
@@ -302,7 +306,7 @@ impl Memory {
         let wanted_slots = match options.order {
             Order::Random => (RANDOM_ARENA_BYTES / slot_bytes).max(4 * threads as u64),
             // A block for each stream and two for each thread may be on their way.
-            Order::Block(_) => plan.most_open() + plan.streams().max(2 * threads as u64),
+            Order::Block(_) => plan.most_open() + (2 * plan.streams()).max(2 * threads as u64),
         };
         let wanted_ahead = options.batches_ahead.min(AHEAD_BYTES / batch_bytes.max(1) as usize).max(1) as u64;
         let bytes_of = |slots: u64, ahead: u64| {

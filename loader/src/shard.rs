@@ -9,6 +9,9 @@ use crate::file::{FNV_BASIS, fingerprint, fnv1a};
 use crate::format::{self, Format, Tokens};
 use crate::{Error, Result, TokenFile};
 
+/// Token ids are held in 31 bits.
+const MOST_TOKENS: u64 = 1 << 31;
+
 /// An open file of a dataset.
 #[derive(Debug)]
 pub(crate) struct Shard {
@@ -140,6 +143,37 @@ impl Shard {
                 return Err(changed("the fingerprint", &hex(self.file_fingerprint), &hex(found)));
             }
             *self.stamp.lock().unwrap_or_else(PoisonError::into_inner) = now;
+        }
+        Ok(())
+    }
+
+    /// Widens a window whose bytes begin at `offset` in the file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAToken`] for a number that is none, or not below `limit`.
+    pub(crate) fn widen(
+        &self,
+        window: &[u8],
+        offset: u64,
+        limit: u64,
+        inputs: &mut [u32],
+        targets: &mut [i32],
+    ) -> Result<()> {
+        let limit = limit.min(MOST_TOKENS);
+        let bad = |index: usize, value| {
+            let offset = offset + index as u64 * self.encoding.bytes();
+            let index = (offset - self.offset) / self.encoding.bytes();
+            Error::NotAToken { path: self.path.clone(), index, offset, value, limit }
+        };
+        self.encoding.widen(window, inputs, targets).map_err(|(index, value)| bad(index, value))?;
+        if limit < MOST_TOKENS {
+            let tokens = || inputs[..1].iter().copied().chain(targets.iter().map(|&target| target as u32));
+            let largest = inputs[0].max(targets.iter().fold(0, |most, &target| most.max(target as u32)));
+            if u64::from(largest) >= limit {
+                let index = tokens().position(|token| u64::from(token) >= limit).unwrap_or(0);
+                return Err(bad(index, tokens().nth(index).unwrap_or(largest).into()));
+            }
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 mod bench;
 mod bench_loader;
+mod data;
 mod eval;
 mod export;
 mod pack;
@@ -35,6 +36,8 @@ enum Command {
     Export(export::ExportArgs),
     /// Time and weigh training steps
     Bench(bench::BenchArgs),
+    /// Ask what a run sees of its data
+    Data(data::DataArgs),
     /// Time how fast a dataset's windows come, beside the disk itself
     BenchLoader(bench_loader::BenchLoaderArgs),
 }
@@ -47,6 +50,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Sample(args) => sample::sample(args),
         Command::Export(args) => export::export(args),
         Command::Bench(args) => bench::bench(args),
+        Command::Data(args) => data::data(args),
         Command::BenchLoader(args) => bench_loader::bench_loader(args),
     };
     match result {
