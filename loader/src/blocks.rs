@@ -299,6 +299,8 @@ pub(crate) struct Gatherer {
     /// Blocks that came before they were asked for.
     arrived: HashMap<Key, Result<Loaded>>,
     freed: Vec<Slot>,
+    /// Not counted yet.
+    gathered_bytes: u64,
 }
 
 impl Gatherer {
@@ -307,7 +309,7 @@ impl Gatherer {
         let walk = Walk::new(&shared.plan, position, share);
         let open = (0..shared.plan.streams()).map(|_| (0, VecDeque::new())).collect();
         let (world, arrived, freed) = (share.world, HashMap::new(), Vec::new());
-        Self { shared, walk, position, world, vocabulary, epoch: 0, open, arrived, freed }
+        Self { shared, walk, position, world, vocabulary, epoch: 0, open, arrived, freed, gathered_bytes: 0 }
     }
 
     fn release(&mut self, at_least: usize) {
@@ -386,7 +388,7 @@ impl Gatherer {
         let at = (step.sample.window - block.span.first) as usize * inputs.len() * width;
         let window = &block.slot[block.skip + at..][..(inputs.len() + 1) * width];
         shard.widen(window, block.offset + at as u64, self.vocabulary, inputs, targets)?;
-        Counters::add(&self.shared.counters.gathered_bytes, (inputs.len() * width) as u64);
+        self.gathered_bytes += (inputs.len() * width) as u64;
         Ok(xxh3_64_with_seed(window, step.sample.position))
     }
 }
@@ -409,6 +411,7 @@ impl Source for Gatherer {
         let waited = self.shared.counters.disk_wait_nanos.load(Ordering::Relaxed) - waited;
         let nanos = (began.elapsed().as_nanos() as u64).saturating_sub(waited);
         Counters::add(&self.shared.counters.copy_nanos, nanos);
+        Counters::add(&self.shared.counters.gathered_bytes, std::mem::take(&mut self.gathered_bytes));
         self.position = position;
         Ok(Filling { position, digest })
     }

@@ -1,13 +1,13 @@
 //! `ebbtide data`.
 
 use std::{
-    io::{BufWriter, Write},
+    io::{self, BufWriter, ErrorKind, Write},
     path::PathBuf,
 };
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use ebbtide::loader::{Dataset, LoaderOptions, Order, Share, order_of};
+use ebbtide::loader::{Dataset, LoaderOptions, Order, Sample, Samples, Share, order_of};
 
 use super::bench_loader::OrderArgs;
 
@@ -77,17 +77,26 @@ fn order(args: DataOrderArgs) -> Result<()> {
     let from = from.and_then(|(epoch, step)| epoch.checked_add(step));
     let from = from.with_context(|| format!("step {} of epoch {} is beyond 2^64", args.step, args.epoch))?;
     let end = from.saturating_add(args.batch);
-    let mut out = BufWriter::new(std::io::stdout().lock());
+    let listed = order_of(&samples, &options, from)?.take_while(|sample| sample.position < end);
+    match list(&args, &samples, listed) {
+        // Whoever read the list has seen enough.
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        result => result.context("cannot write the list"),
+    }
+}
+
+fn list(args: &DataOrderArgs, samples: &Samples, listed: impl Iterator<Item = Sample>) -> io::Result<()> {
+    let mut out = BufWriter::new(io::stdout().lock());
     if !args.json {
-        let kind = if options.order == Order::Random { "random" } else { "block" };
+        let kind = if args.order.order() == Order::Random { "random" } else { "block" };
         writeln!(
             out,
             "# {} windows an epoch, {kind} order, fingerprint {:016x}",
             samples.count(),
-            dataset.fingerprint()
+            samples.dataset().fingerprint()
         )?;
     }
-    for sample in order_of(&samples, &options, from)?.take_while(|sample| sample.position < end) {
+    for sample in listed {
         let Some(place) = samples.place(sample.window) else { continue };
         let (first, last) = (place.tokens.start, place.tokens.end);
         if args.json {
@@ -104,6 +113,5 @@ fn order(args: DataOrderArgs) -> Result<()> {
             writeln!(out, "{position}  window {window}  {}: tokens {first}..{last}", place.path.display())?;
         }
     }
-    out.flush()?;
-    Ok(())
+    out.flush()
 }
