@@ -1,10 +1,14 @@
 //! Blocks read ahead by several threads, and batches gathered from them.
 //!
-//! Readers and the gatherer follow the same stages ([`Stages`] and [`Walk`]), so that neither tells the other what to do.
-//! A reader takes a free slot and, with it, the next block that a stage opens. The gatherer takes the blocks that its
+//! Readers and gatherers follow the same stages ([`Stages`] and [`Walk`]), so that neither tells the other what to do.
+//! A reader takes a free slot and, with it, the next block that a stage opens. A gatherer takes the blocks that its
 //! stage opens, waiting for those that are not there yet, and frees those that the stage closes. Slots go to blocks in the
 //! order in which they are wanted, and there are more slots than blocks open at a time, so it always goes on. There is
 //! nothing to fill but the slots: when none is free, readers rest.
+//!
+//! Several gatherers take batches by turns. Each goes through every stage and holds its blocks; a slot is free when the last
+//! of them lets go of it. None rests before it has gone past the batches of the others, to the start of its next: then
+//! the one that rests is ahead, and the one that is behind has all that it needs, or waits for what nobody is past.
 //!
 //! Blocks of one window, which the random order has, are taken and freed many at a time.
 
@@ -19,7 +23,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::arena::{self, Slot};
 use crate::disk::Disk;
-use crate::order::{Plan, Share, Span, Stages, Walk};
+use crate::order::{Plan, Share, Span, Stage, Stages, Step, Walk};
 use crate::prefetch::{Filling, Slots, Source};
 use crate::{Error, Result, Samples};
 
@@ -91,7 +95,8 @@ struct State {
     /// Blocks of the last stage taken that no reader has yet.
     wanted: VecDeque<Key>,
     free: Vec<Slot>,
-    loaded: HashMap<Key, Result<Loaded>>,
+    /// For each gatherer the blocks that were loaded since it looked.
+    inboxes: Vec<Vec<(Key, Result<Arc<Loaded>>)>>,
     readers: usize,
     stopping: bool,
 }
@@ -178,6 +183,7 @@ pub(crate) struct Reading {
     pub(crate) threads: usize,
     pub(crate) slots: usize,
     pub(crate) slot_bytes: usize,
+    pub(crate) gatherers: usize,
 }
 
 /// The readers' threads. They end when it is dropped, after at most one read each.
@@ -194,14 +200,14 @@ impl Readers {
     ///
     /// [`Error::NoMemory`] if there is none for the slots, and [`Error::Start`] if no thread can be started.
     pub(crate) fn start(reading: Reading) -> Result<Self> {
-        let Reading { samples, plan, disk, position, share, threads, slots, slot_bytes } = reading;
+        let Reading { samples, plan, disk, position, share, threads, slots, slot_bytes, gatherers } = reading;
         // Slots that are handed over wait for their fellows, so they are few of all.
         let handover = (HANDOVER_BYTES / slot_bytes).min(slots / (4 * threads)).max(1);
         let state = State {
             stages: Stages::new(&plan, position, share),
             wanted: VecDeque::new(),
             free: arena::slots(slots, slot_bytes)?,
-            loaded: HashMap::new(),
+            inboxes: vec![Vec::new(); gatherers],
             readers: 0,
             stopping: false,
         };
@@ -263,11 +269,17 @@ impl Reader {
             let mut failed = false;
             let mut loaded = Vec::with_capacity(taken.len());
             for (slot, key) in taken {
-                let block = shared.load(slot, key);
+                let block = shared.load(slot, key).map(Arc::new);
                 failed |= block.is_err();
                 loaded.push((key, block));
             }
-            shared.lock().loaded.extend(loaded);
+            let mut state = shared.lock();
+            if let Some((last, others)) = state.inboxes.split_last_mut() {
+                others.iter_mut().for_each(|inbox| inbox.extend_from_slice(&loaded));
+                // Handed over, not copied: the last gatherer to let go of a block must be the last holder of it.
+                last.append(&mut loaded);
+            }
+            drop(state);
             shared.loaded.notify_all();
             // What comes after a bad block is not wanted.
             if failed {
@@ -288,6 +300,7 @@ impl Drop for Reader {
 /// Gathers batches from the blocks that the readers load.
 pub(crate) struct Gatherer {
     shared: Arc<Shared>,
+    inbox: usize,
     walk: Walk,
     position: u64,
     world: u64,
@@ -295,21 +308,41 @@ pub(crate) struct Gatherer {
     vocabulary: u64,
     epoch: u64,
     /// For each stream the place of its first open block, and those from there on.
-    open: Vec<(u64, VecDeque<Loaded>)>,
+    open: Vec<(u64, VecDeque<Arc<Loaded>>)>,
     /// Blocks that came before they were asked for.
-    arrived: HashMap<Key, Result<Loaded>>,
+    arrived: HashMap<Key, Result<Arc<Loaded>>>,
     freed: Vec<Slot>,
     /// Not counted yet.
     gathered_bytes: u64,
+    waited: Duration,
 }
 
 impl Gatherer {
     /// Gathers the share's samples from a position on.
-    pub(crate) fn new(shared: Arc<Shared>, position: u64, share: Share, vocabulary: u64) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        inbox: usize,
+        position: u64,
+        share: Share,
+        vocabulary: u64,
+    ) -> Self {
         let walk = Walk::new(&shared.plan, position, share);
         let open = (0..shared.plan.streams()).map(|_| (0, VecDeque::new())).collect();
         let (world, arrived, freed) = (share.world, HashMap::new(), Vec::new());
-        Self { shared, walk, position, world, vocabulary, epoch: 0, open, arrived, freed, gathered_bytes: 0 }
+        Self {
+            shared,
+            inbox,
+            walk,
+            position,
+            world,
+            vocabulary,
+            epoch: 0,
+            open,
+            arrived,
+            freed,
+            gathered_bytes: 0,
+            waited: Duration::ZERO,
+        }
     }
 
     fn release(&mut self, at_least: usize) {
@@ -321,7 +354,7 @@ impl Gatherer {
     }
 
     /// The block, once it is there.
-    fn wait_for(&mut self, key: Key) -> Result<Loaded> {
+    fn wait_for(&mut self, key: Key) -> Result<Arc<Loaded>> {
         if let Some(block) = self.arrived.remove(&key) {
             return block;
         }
@@ -330,12 +363,10 @@ impl Gatherer {
         let mut state = self.shared.lock();
         let mut began = None;
         loop {
-            self.arrived.extend(state.loaded.drain());
+            self.arrived.extend(state.inboxes[self.inbox].drain(..));
             let block = self.arrived.remove(&key);
             if block.is_some() || state.readers == 0 || state.stopping {
-                if let Some(began) = began {
-                    Counters::add_since(&self.shared.counters.disk_wait_nanos, began);
-                }
+                self.waited += began.map_or(Duration::ZERO, |began: Instant| began.elapsed());
                 drop(state);
                 return block.unwrap_or_else(|| Err(self.failure()));
             }
@@ -351,16 +382,16 @@ impl Gatherer {
     }
 
     /// Frees the blocks that a stage closes, then takes those that it opens.
-    fn enter(&mut self, stage: &crate::order::Stage) -> Result<()> {
+    fn enter(&mut self, stage: &Stage) -> Result<()> {
         if stage.epoch != self.epoch {
             self.epoch = stage.epoch;
             for (_, open) in &mut self.open {
-                self.freed.extend(open.drain(..).map(|block| block.slot));
+                self.freed.extend(open.drain(..).filter_map(slot_of));
             }
         }
         let (first, open) = &mut self.open[stage.stream];
         while !open.is_empty() && *first < stage.closed_below {
-            self.freed.extend(open.pop_front().map(|block| block.slot));
+            self.freed.extend(open.pop_front().and_then(slot_of));
             *first += 1;
         }
         self.release(self.shared.handover);
@@ -375,31 +406,42 @@ impl Gatherer {
         Ok(())
     }
 
-    /// Fills one sample: its share of the digest.
-    fn gather(&mut self, batch: usize, inputs: &mut [u32], targets: &mut [i32]) -> Result<u64> {
+    /// Goes to the next sample.
+    fn step(&mut self, batch: usize) -> Result<Step> {
         let step = self.walk.next().ok_or(Error::BadPosition { position: self.position, batch })?;
         if let Some(stage) = &step.entered {
             self.enter(stage)?;
         }
+        Ok(step)
+    }
+
+    /// The position after a batch.
+    fn position_after(&self, batch: usize) -> Result<u64> {
+        let count = (batch as u64).checked_mul(self.world);
+        let position = count.and_then(|count| self.position.checked_add(count));
+        position.ok_or(Error::BadPosition { position: self.position, batch })
+    }
+
+    /// Fills one sample: its share of the digest.
+    fn gather(&mut self, batch: usize, inputs: &mut [u32], targets: &mut [i32]) -> Result<u64> {
+        let step = self.step(batch)?;
+        let (sample, place) = self.walk.sample(&step).ok_or_else(|| self.shared.stopped())?;
         let (first, open) = &self.open[step.stream];
-        let block = &open[(step.place - first) as usize];
+        let block = &open[(place - first) as usize];
         let shard = &self.shared.samples.dataset().shards()[block.shard];
         let width = shard.encoding.bytes() as usize;
-        let at = (step.sample.window - block.span.first) as usize * inputs.len() * width;
+        let at = (sample.window - block.span.first) as usize * inputs.len() * width;
         let window = &block.slot[block.skip + at..][..(inputs.len() + 1) * width];
         shard.widen(window, block.offset + at as u64, self.vocabulary, inputs, targets)?;
         self.gathered_bytes += (inputs.len() * width) as u64;
-        Ok(xxh3_64_with_seed(window, step.sample.position))
+        Ok(xxh3_64_with_seed(window, sample.position))
     }
 }
 
 impl Source for Gatherer {
     fn fill(&mut self, slots: &mut Slots<'_>, stopping: &dyn Fn() -> bool) -> Result<Filling> {
         let batch = slots.inputs.len() / slots.context;
-        let count = (batch as u64).checked_mul(self.world);
-        let position = count.and_then(|count| self.position.checked_add(count));
-        let position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
-        let waited = self.shared.counters.disk_wait_nanos.load(Ordering::Relaxed);
+        let position = self.position_after(batch)?;
         let began = Instant::now();
         let mut digest = 0u64;
         for (inputs, targets) in slots.samples() {
@@ -408,11 +450,30 @@ impl Source for Gatherer {
             }
             digest = digest.wrapping_add(self.gather(batch, inputs, targets)?);
         }
-        let waited = self.shared.counters.disk_wait_nanos.load(Ordering::Relaxed) - waited;
-        let nanos = (began.elapsed().as_nanos() as u64).saturating_sub(waited);
-        Counters::add(&self.shared.counters.copy_nanos, nanos);
-        Counters::add(&self.shared.counters.gathered_bytes, std::mem::take(&mut self.gathered_bytes));
+        let (waited, counters) = (std::mem::take(&mut self.waited), &self.shared.counters);
+        Counters::add(&counters.disk_wait_nanos, waited.as_nanos() as u64);
+        Counters::add(&counters.copy_nanos, began.elapsed().saturating_sub(waited).as_nanos() as u64);
+        Counters::add(&counters.gathered_bytes, std::mem::take(&mut self.gathered_bytes));
         self.position = position;
         Ok(Filling { position, digest })
     }
+
+    fn skip(&mut self, batch: usize, stopping: &dyn Fn() -> bool) -> Result<()> {
+        let position = self.position_after(batch)?;
+        for _ in 0..batch {
+            if stopping() {
+                return Err(self.shared.stopped());
+            }
+            self.step(batch)?;
+        }
+        // The other may need them, and this one may sleep now.
+        self.release(1);
+        self.position = position;
+        Ok(())
+    }
+}
+
+/// The slot of a block, if nobody else holds it.
+fn slot_of(block: Arc<Loaded>) -> Option<Slot> {
+    Arc::into_inner(block).map(|block| block.slot)
 }

@@ -1,7 +1,7 @@
 //! Batches in any order from data of any size, within a limit of memory.
 //!
-//! Threads read blocks into an arena ([`BlockOrder`](crate::BlockOrder) says which and when), one more gathers batches
-//! from it, a few batches ahead of the caller. All memory is taken at the start and is as much whatever the data's size:
+//! Threads read blocks into an arena ([`BlockOrder`](crate::BlockOrder) says which and when), two more gather batches from
+//! it by turns, a few batches ahead of the caller. All memory is taken at the start and is as much whatever the data's size:
 //! the blocks that the order keeps open, some more that are being read, and the batches ahead.
 //!
 //! A run goes on from a position and a digest. The digest adds up a hash of each sample's bytes and position, so it does not
@@ -12,11 +12,13 @@ use crate::blocks::{Counters, Gatherer, Readers, Reading};
 use crate::disk::{Disk, IoMode};
 use crate::memory::{self, MemoryLimit};
 use crate::order::{Order, Plan, Sample, Share, Walk};
-use crate::prefetch::{PrefetchOptions, Prefetcher, Shape, TokenBatch};
+use crate::prefetch::{PrefetchOptions, Prefetcher, Shape, Source, TokenBatch};
 use crate::{Error, Result, Samples};
 
 /// The most threads that read.
 const MOST_THREADS: usize = 4;
+/// Threads that gather from blocks, a batch each.
+const GATHERERS: usize = 2;
 /// Bytes of the arena for windows that are read one by one.
 const RANDOM_ARENA_BYTES: u64 = 16 << 20;
 /// Bytes of batches ahead, at most.
@@ -87,11 +89,11 @@ pub struct LoaderReport {
     pub read_amplification: f64,
     /// Seconds that readers were reading, of all threads together.
     pub disk_seconds: f64,
-    /// Seconds that gathering waited for blocks: the disk is too slow, or readers too few.
+    /// Seconds that gathering waited for blocks, of both threads together: the disk is too slow, or readers too few.
     pub disk_wait_seconds: f64,
     /// Seconds that readers waited for free memory, of all threads together: they are ahead.
     pub room_wait_seconds: f64,
-    /// Seconds that gathering copied.
+    /// Seconds that gathering copied, of both threads together.
     pub copy_seconds: f64,
     /// Seconds that the caller waited for a batch.
     pub consumer_wait_seconds: f64,
@@ -155,6 +157,11 @@ impl Loader {
         let plan = plan(samples, options);
         let memory = Memory::new(samples, options, &plan, threads, shape.batch_bytes()? as u64)?;
         let (mode, reason) = mode(samples, options, &memory.limit);
+        // Handing single windows to two costs more than their copies.
+        let gatherers = match options.order {
+            Order::Random => 1,
+            Order::Block(_) => GATHERERS,
+        };
         let readers = Readers::start(Reading {
             samples: samples.clone(),
             plan,
@@ -164,11 +171,15 @@ impl Loader {
             threads,
             slots: memory.slots as usize,
             slot_bytes: memory.slot_bytes as usize,
+            gatherers,
         })?;
         let vocabulary = options.vocabulary.map_or(u64::MAX, |vocabulary| vocabulary as u64);
-        let gatherer = Gatherer::new(readers.shared.clone(), state.position, options.share, vocabulary);
+        let gatherers = (0..gatherers).map(|inbox| -> Box<dyn Source> {
+            let shared = readers.shared.clone();
+            Box::new(Gatherer::new(shared, inbox, state.position, options.share, vocabulary))
+        });
         let ahead = PrefetchOptions { batches: memory.ahead as usize, bytes: usize::MAX };
-        let batches = Prefetcher::start(Box::new(gatherer), shape, ahead)?;
+        let batches = Prefetcher::start(gatherers.collect(), shape, ahead)?;
         Ok(Self { batches, readers, state, memory, reason, threads })
     }
 
@@ -254,8 +265,7 @@ pub fn order_of(
 ) -> Result<impl Iterator<Item = Sample> + use<>> {
     options.order.check()?;
     options.share.check()?;
-    let walk = Walk::new(&plan(samples, options), position, options.share);
-    Ok(walk.map(|step| step.sample))
+    Ok(Walk::new(&plan(samples, options), position, options.share).samples())
 }
 
 fn plan(samples: &Samples, options: &LoaderOptions) -> std::sync::Arc<Plan> {

@@ -543,13 +543,13 @@ impl Mix {
     }
 }
 
-/// A sample, and where its block is.
+/// A sample to come: [`Walk::sample`] says which window it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
-    pub(crate) sample: Sample,
+    pub(crate) position: u64,
     pub(crate) stream: usize,
-    /// The block's place among those of the stream.
-    pub(crate) place: u64,
+    /// Samples of the stream before it.
+    round: u64,
     /// The stage that begins with this sample, if one does.
     pub(crate) entered: Option<Stage>,
 }
@@ -604,6 +604,20 @@ impl Walk {
         self.take_turns();
     }
 
+    /// The sample of the last step, and the place of its block among those of the stream.
+    pub(crate) fn sample(&self, step: &Step) -> Option<(Sample, u64)> {
+        let (place, window) = self.mixes[step.stream].as_ref()?.get(step.round);
+        Some((Sample { position: step.position, window }, place))
+    }
+
+    /// The samples from here on.
+    pub(crate) fn samples(mut self) -> impl Iterator<Item = Sample> {
+        std::iter::from_fn(move || {
+            let step = self.next()?;
+            self.sample(&step).map(|(sample, _)| sample)
+        })
+    }
+
     /// Finds the streams of the round.
     fn take_turns(&mut self) {
         let Some(epoch) = &self.epoch else { return };
@@ -646,8 +660,7 @@ impl Iterator for Walk {
             debug_assert_eq!((stage.position, stage.stream), (self.position, stream));
             self.mixes[stream] = Some(Mix::new(epoch, stage));
         }
-        let (place, window) = self.mixes[stream].as_ref()?.get(self.round);
-        let step = Step { sample: Sample { position: self.position, window }, stream, place, entered };
+        let step = Step { position: self.position, stream, round: self.round, entered };
         match self.position.checked_add(self.share.world) {
             Some(position) => {
                 self.position = position;
@@ -671,7 +684,7 @@ mod tests {
     }
 
     fn windows(plan: &Arc<Plan>, from: u64, share: Share, count: usize) -> Vec<(u64, u64)> {
-        let samples = Walk::new(plan, from, share).take(count).map(|step| step.sample);
+        let samples = Walk::new(plan, from, share).samples().take(count);
         samples.map(|sample| (sample.position, sample.window)).collect()
     }
 
@@ -723,7 +736,10 @@ mod tests {
             let mut planned = Stages::new(&plan, from, share);
             let mut open: Vec<std::collections::BTreeMap<u64, u64>> = vec![Default::default(); plan.streams() as usize];
             let mut epoch = from / n;
-            for step in Walk::new(&plan, from, share).take((2 * n) as usize) {
+            let mut walk = Walk::new(&plan, from, share);
+            for _ in 0..2 * n {
+                let step = walk.next().unwrap();
+                let (sample, place) = walk.sample(&step).unwrap();
                 if let Some(stage) = step.entered {
                     // Readers and the gatherer go through the same stages.
                     prop_assert_eq!(planned.next(), Some(stage.clone()));
@@ -738,8 +754,8 @@ mod tests {
                     }
                 }
                 prop_assert!(open.iter().map(|open| open.len() as u64).sum::<u64>() <= plan.most_open());
-                let span = plan.layout.span(open[step.stream][&step.place]);
-                prop_assert!((span.first..span.first + span.windows).contains(&step.sample.window));
+                let span = plan.layout.span(open[step.stream][&place]);
+                prop_assert!((span.first..span.first + span.windows).contains(&sample.window));
             }
         }
     }

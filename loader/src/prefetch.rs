@@ -1,15 +1,15 @@
 //! Batches read ahead of the training loop.
 //!
-//! One reader runs on a blocking thread of a tokio runtime that the prefetcher owns. It reads whole batches in the order
-//! of the sampler, puts them into a bounded queue, and rests while the queue is full. A mutex and a condition variable
-//! join it to the caller rather than a channel of tokio's, whose blocking calls panic inside of another runtime.
+//! A reader runs on a blocking thread of a tokio runtime that the prefetcher owns, or several do, by turns. They read whole
+//! batches in the order of the sampler, put them into a bounded queue, and rest while the queue is full. A mutex and a condition variable
+//! join them to the caller rather than a channel of tokio's, whose blocking calls panic inside of another runtime.
 //!
 //! Before a batch is read, the kernel is told of the windows of the one after it, so that a slow disk works on many
 //! windows at a time although they are read one by one.
 //!
 //! Costs: the batches ahead, within both bounds of [`PrefetchOptions`], and one buffer between its return and its next use.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -78,30 +78,37 @@ impl Prefetcher {
         let context = sampler.windows().context();
         let path = sampler.windows().file().path().to_path_buf();
         Self::start(
-            Box::new(WindowByWindow { sampler, position, begun: false }),
+            vec![Box::new(WindowByWindow { sampler, position, begun: false })],
             Shape { batch, context, path },
             options,
         )
     }
 
-    /// Begins to have a source fill batches.
-    pub(crate) fn start(source: Box<dyn Source>, shape: Shape, options: PrefetchOptions) -> Result<Self> {
-        let batch_bytes = shape.batch_bytes()?;
+    /// Begins to have sources fill batches by turns.
+    pub(crate) fn start(
+        sources: Vec<Box<dyn Source>>,
+        shape: Shape,
+        options: PrefetchOptions,
+    ) -> Result<Self> {
+        let (batch_bytes, readers) = (shape.batch_bytes()?, sources.len());
         let shared = Arc::new(Shared {
-            state: Mutex::default(),
+            state: Mutex::new(State { running: readers, ..State::default() }),
             changed: Condvar::new(),
             stop: AtomicBool::new(false),
             limit: options.batches.min(options.bytes / batch_bytes).max(1),
+            readers,
             shape,
         });
-        // No future ever runs here: only the blocking thread is wanted, so the scheduler needs no thread of its own.
+        // No future ever runs here: only blocking threads are wanted, so the scheduler needs no thread of its own.
         let runtime = Builder::new_current_thread()
-            .max_blocking_threads(1)
+            .max_blocking_threads(readers.max(1))
             .thread_name("ebbtide-loader")
             .build()
             .map_err(|cause| Error::Start { cause: Arc::new(cause) })?;
-        let reader = Reader { shared: shared.clone(), source };
-        runtime.spawn_blocking(move || reader.run());
+        for (turn, source) in (0..).zip(sources) {
+            let reader = Reader { shared: shared.clone(), source, turn };
+            runtime.spawn_blocking(move || reader.run());
+        }
         Ok(Self { shared, runtime: Some(runtime), failed: None, waited: Duration::ZERO })
     }
 
@@ -126,12 +133,14 @@ impl Prefetcher {
             return Err(error.clone());
         }
         let mut state = self.shared.lock();
-        if state.ready.is_empty() {
+        if !state.is_ready() {
             let began = Instant::now();
-            state = self.shared.wait_while(state, |state| state.ready.is_empty() && !state.finished);
+            state = self.shared.wait_while(state, |state| !state.is_ready() && state.running > 0);
             self.waited += began.elapsed();
         }
-        let next = state.ready.pop_front().unwrap_or_else(|| Err(self.shared.stopped()));
+        let turn = state.next;
+        let next = state.ready.remove(&turn).unwrap_or_else(|| Err(self.shared.stopped()));
+        state.next += 1;
         drop(state);
         self.shared.changed.notify_all();
         self.failed = next.as_ref().err().cloned();
@@ -142,7 +151,7 @@ impl Prefetcher {
     pub fn recycle(&mut self, batch: TokenBatch) {
         let mut state = self.shared.lock();
         // One more than the queue holds: the buffer that goes round between the caller and the reader.
-        let buffers = state.ready.len() + usize::from(state.reading) + state.spare.len();
+        let buffers = state.ready.len() + state.reading + state.spare.len();
         if self.shared.fits(&batch) && buffers <= self.shared.limit {
             state.spare.push(batch);
         }
@@ -160,8 +169,8 @@ impl Drop for Prefetcher {
         // Set under the lock, or the reader could miss it between its check and its sleep.
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.changed.notify_all();
-        drop(self.shared.wait_while(state, |state| !state.finished));
-        // The reader is done. Other ways to end a runtime panic inside of another one.
+        drop(self.shared.wait_while(state, |state| state.running > 0));
+        // The readers are done. Other ways to end a runtime panic inside of another one.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -172,6 +181,9 @@ impl Drop for Prefetcher {
 pub(crate) trait Source: Send {
     /// Fills the next batch. May ask `stopping` at times, and then end with any error.
     fn fill(&mut self, batch: &mut Slots<'_>, stopping: &dyn Fn() -> bool) -> Result<Filling>;
+
+    /// Goes past a batch of so many samples, which another source fills.
+    fn skip(&mut self, batch: usize, stopping: &dyn Fn() -> bool) -> Result<()>;
 }
 
 /// A batch to fill: its inputs and its targets, `[batch, context]` each.
@@ -255,6 +267,12 @@ impl Source for WindowByWindow {
         self.position = position;
         Ok(Filling { position, digest: 0 })
     }
+
+    fn skip(&mut self, batch: usize, _: &dyn Fn() -> bool) -> Result<()> {
+        let position = self.position.checked_add(batch as u64);
+        self.position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
+        Ok(())
+    }
 }
 
 impl WindowByWindow {
@@ -275,20 +293,31 @@ struct Shared {
     stop: AtomicBool,
     /// The most batches ahead, the one being read included.
     limit: usize,
+    /// Those that fill batches by turns.
+    readers: usize,
     shape: Shape,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    ready: VecDeque<Result<Filled>>,
+    /// Batches by number, of those that were not taken.
+    ready: BTreeMap<u64, Result<Filled>>,
+    /// The number of the batch to be taken next.
+    next: u64,
     spare: Vec<TokenBatch>,
-    /// A batch is being read.
-    reading: bool,
-    /// The reader has ended.
-    finished: bool,
-    /// The reader has found the queue full and sleeps.
+    /// Batches that are being read.
+    reading: usize,
+    /// Readers that have not ended.
+    running: usize,
+    /// A reader has found the queue full and sleeps.
     #[cfg(test)]
     resting: bool,
+}
+
+impl State {
+    fn is_ready(&self) -> bool {
+        self.ready.contains_key(&self.next)
+    }
 }
 
 impl Shared {
@@ -319,32 +348,44 @@ impl Shared {
     }
 }
 
-/// The background side.
+/// The background side: one of those that fill batches by turns.
 struct Reader {
     shared: Arc<Shared>,
     source: Box<dyn Source>,
+    /// The number of its next batch.
+    turn: u64,
 }
 
 impl Reader {
     fn run(mut self) {
+        let mut skipped = self.skip(self.turn as usize);
         while let Some(buffer) = self.wait_for_room() {
-            let read = self.read(buffer);
+            let read = skipped.and_then(|()| self.read(buffer));
             let failed = read.is_err();
             let mut state = self.shared.lock();
-            state.reading = false;
-            state.ready.push_back(read);
+            state.reading -= 1;
+            state.ready.insert(self.turn, read);
             drop(state);
             self.shared.changed.notify_all();
             if failed {
                 return;
             }
+            self.turn += self.shared.readers as u64;
+            // Before it rests, so that it holds nothing that others wait for.
+            skipped = self.skip(self.shared.readers - 1);
         }
+    }
+
+    /// Has the source go past batches of others.
+    fn skip(&mut self, batches: usize) -> Result<()> {
+        let shared = &self.shared;
+        (0..batches).try_for_each(|_| self.source.skip(shared.shape.batch, &|| shared.stopping()))
     }
 
     /// Sleeps until there is room for a batch: a buffer for it, or `None` when it is time to stop.
     fn wait_for_room(&self) -> Option<TokenBatch> {
         let mut state = self.shared.wait_while(self.shared.lock(), |state| {
-            let full = state.ready.len() >= self.shared.limit && !self.shared.stopping();
+            let full = self.turn - state.next >= self.shared.limit as u64 && !self.shared.stopping();
             #[cfg(test)]
             {
                 state.resting = full;
@@ -355,7 +396,7 @@ impl Reader {
         if self.shared.stopping() {
             return None;
         }
-        state.reading = true;
+        state.reading += 1;
         Some(state.spare.pop().unwrap_or_default())
     }
 
@@ -379,11 +420,11 @@ impl Reader {
 }
 
 impl Drop for Reader {
-    /// However the reader ends, nobody waits for it any longer.
+    /// However the reader ends, nobody waits for its batches any longer: one that it did not fill is an error.
     fn drop(&mut self) {
         let mut state = self.shared.lock();
-        state.reading = false;
-        state.finished = true;
+        state.running -= 1;
+        state.ready.entry(self.turn).or_insert_with(|| Err(self.shared.stopped()));
         drop(state);
         self.shared.changed.notify_all();
     }
@@ -412,7 +453,7 @@ mod tests {
         // The last rest does not count: the reader looks again, and says so.
         state.resting = false;
         shared.changed.notify_all();
-        shared.wait_while(state, |state| !state.resting && !state.finished).ready.len()
+        shared.wait_while(state, |state| !state.resting && state.running > 0).ready.len()
     }
 
     #[test]
