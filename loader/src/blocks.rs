@@ -25,10 +25,16 @@ use crate::arena::{self, Slot};
 use crate::disk::Disk;
 use crate::order::{Plan, Share, Span, Stage, Stages, Step, Walk};
 use crate::prefetch::{Filling, Slots, Source};
+use crate::shard::Shard;
 use crate::{Error, Result, Samples};
 
 /// Bytes of small blocks that are handed over at a time.
 const HANDOVER_BYTES: usize = 128 << 10;
+
+/// Windows that are found before they are copied.
+const GROUP: usize = 8;
+/// Bytes that the processor fetches at a time.
+const CACHE_LINE_BYTES: usize = 64;
 
 /// An epoch, and a block of it.
 type Key = (u64, u64);
@@ -297,6 +303,17 @@ impl Drop for Reader {
     }
 }
 
+/// A window in an open block.
+struct Found {
+    stream: usize,
+    /// The block's place among those of the stream.
+    place: u64,
+    /// Where the window begins, in bytes of the block.
+    at: usize,
+    bytes: usize,
+    position: u64,
+}
+
 /// Gathers batches from the blocks that the readers load.
 pub(crate) struct Gatherer {
     shared: Arc<Shared>,
@@ -312,6 +329,8 @@ pub(crate) struct Gatherer {
     /// Blocks that came before they were asked for.
     arrived: HashMap<Key, Result<Arc<Loaded>>>,
     freed: Vec<Slot>,
+    /// Windows to be copied, of blocks that are open.
+    found: Vec<Found>,
     /// Not counted yet.
     gathered_bytes: u64,
     waited: Duration,
@@ -340,6 +359,7 @@ impl Gatherer {
             open,
             arrived,
             freed,
+            found: Vec::new(),
             gathered_bytes: 0,
             waited: Duration::ZERO,
         }
@@ -406,15 +426,6 @@ impl Gatherer {
         Ok(())
     }
 
-    /// Goes to the next sample.
-    fn step(&mut self, batch: usize) -> Result<Step> {
-        let step = self.walk.next().ok_or(Error::BadPosition { position: self.position, batch })?;
-        if let Some(stage) = &step.entered {
-            self.enter(stage)?;
-        }
-        Ok(step)
-    }
-
     /// The position after a batch.
     fn position_after(&self, batch: usize) -> Result<u64> {
         let count = (batch as u64).checked_mul(self.world);
@@ -422,20 +433,61 @@ impl Gatherer {
         position.ok_or(Error::BadPosition { position: self.position, batch })
     }
 
-    /// Fills one sample: its share of the digest.
-    fn gather(&mut self, batch: usize, inputs: &mut [u32], targets: &mut [i32]) -> Result<u64> {
-        let step = self.step(batch)?;
-        let (sample, place) = self.walk.sample(&step).ok_or_else(|| self.shared.stopped())?;
-        let (first, open) = &self.open[step.stream];
-        let block = &open[(place - first) as usize];
-        let shard = &self.shared.samples.dataset().shards()[block.shard];
-        let width = shard.encoding.bytes() as usize;
-        let at = (sample.window - block.span.first) as usize * inputs.len() * width;
-        let window = &block.slot[block.skip + at..][..(inputs.len() + 1) * width];
-        shard.widen(window, block.offset + at as u64, self.vocabulary, inputs, targets)?;
-        self.gathered_bytes += (inputs.len() * width) as u64;
-        Ok(xxh3_64_with_seed(window, sample.position))
+    /// Goes to the next sample. `before` is done first where that closes blocks.
+    fn step(&mut self, batch: usize, before: &mut dyn FnMut(&mut Self) -> Result<()>) -> Result<Step> {
+        let step = self.walk.next().ok_or(Error::BadPosition { position: self.position, batch })?;
+        if let Some(stage) = &step.entered {
+            before(self)?;
+            self.enter(stage)?;
+        }
+        Ok(step)
     }
+
+    /// Finds the window of a step, and has it come into the processor's cache meanwhile.
+    fn find(&mut self, step: &Step, context: usize) -> Result<()> {
+        let (sample, place) = self.walk.sample(step).ok_or_else(|| self.shared.stopped())?;
+        let block = self.block(step.stream, place);
+        let width = self.shard(block).encoding.bytes() as usize;
+        let at = (sample.window - block.span.first) as usize * context * width;
+        let bytes = (context + 1) * width;
+        touch(&block.slot[block.skip + at..][..bytes]);
+        let position = sample.position;
+        self.found.push(Found { stream: step.stream, place, at, bytes, position });
+        Ok(())
+    }
+
+    /// Copies the windows that were found into the next samples: their share of the digest.
+    fn copy<'a>(
+        &mut self,
+        samples: &mut impl Iterator<Item = (&'a mut [u32], &'a mut [i32])>,
+    ) -> Result<u64> {
+        let mut digest = 0u64;
+        for (found, (inputs, targets)) in self.found.iter().zip(samples) {
+            let block = self.block(found.stream, found.place);
+            let window = &block.slot[block.skip + found.at..][..found.bytes];
+            let offset = block.offset + found.at as u64;
+            self.shard(block).widen(window, offset, self.vocabulary, inputs, targets)?;
+            digest = digest.wrapping_add(xxh3_64_with_seed(window, found.position));
+        }
+        let width = |found: &Found| self.shard(self.block(found.stream, found.place)).encoding.bytes();
+        self.gathered_bytes += self.found.iter().map(|found| found.bytes as u64 - width(found)).sum::<u64>();
+        self.found.clear();
+        Ok(digest)
+    }
+
+    fn block(&self, stream: usize, place: u64) -> &Loaded {
+        let (first, open) = &self.open[stream];
+        &open[(place - first) as usize]
+    }
+
+    fn shard(&self, block: &Loaded) -> &Shard {
+        &self.shared.samples.dataset().shards()[block.shard]
+    }
+}
+
+/// Reads a byte of each cache line, all at once, so that what follows need not wait for one after another.
+fn touch(window: &[u8]) {
+    std::hint::black_box(window.iter().step_by(CACHE_LINE_BYTES).fold(0, |all, byte| all | byte));
 }
 
 impl Source for Gatherer {
@@ -443,13 +495,24 @@ impl Source for Gatherer {
         let batch = slots.inputs.len() / slots.context;
         let position = self.position_after(batch)?;
         let began = Instant::now();
-        let mut digest = 0u64;
-        for (inputs, targets) in slots.samples() {
+        let (mut digest, context) = (0u64, slots.context);
+        let mut samples = slots.samples();
+        let mut copy = |gatherer: &mut Self| {
+            digest = digest.wrapping_add(gatherer.copy(&mut samples)?);
+            Ok(())
+        };
+        self.found.clear();
+        for _ in 0..batch {
             if stopping() {
                 return Err(self.shared.stopped());
             }
-            digest = digest.wrapping_add(self.gather(batch, inputs, targets)?);
+            let step = self.step(batch, &mut copy)?;
+            self.find(&step, context)?;
+            if self.found.len() == GROUP {
+                copy(self)?;
+            }
         }
+        copy(self)?;
         let (waited, counters) = (std::mem::take(&mut self.waited), &self.shared.counters);
         Counters::add(&counters.disk_wait_nanos, waited.as_nanos() as u64);
         Counters::add(&counters.copy_nanos, began.elapsed().saturating_sub(waited).as_nanos() as u64);
@@ -464,7 +527,7 @@ impl Source for Gatherer {
             if stopping() {
                 return Err(self.shared.stopped());
             }
-            self.step(batch)?;
+            self.step(batch, &mut |_| Ok(()))?;
         }
         // The other may need them, and this one may sleep now.
         self.release(1);

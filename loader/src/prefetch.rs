@@ -1,7 +1,7 @@
 //! Batches read ahead of the training loop.
 //!
 //! A reader runs on a blocking thread of a tokio runtime that the prefetcher owns, or several do, by turns. They read whole
-//! batches in the order of the sampler, put them into a bounded queue, and rest while the queue is full. A mutex and a condition variable
+//! batches in the order of the sampler, put them into a bounded queue, and rest while the queue is full. A mutex and condition variables
 //! join them to the caller rather than a channel of tokio's, whose blocking calls panic inside of another runtime.
 //!
 //! Before a batch is read, the kernel is told of the windows of the one after it, so that a slow disk works on many
@@ -93,7 +93,8 @@ impl Prefetcher {
         let (batch_bytes, readers) = (shape.batch_bytes()?, sources.len());
         let shared = Arc::new(Shared {
             state: Mutex::new(State { running: readers, ..State::default() }),
-            changed: Condvar::new(),
+            filled: Condvar::new(),
+            room: Condvar::new(),
             stop: AtomicBool::new(false),
             limit: options.batches.min(options.bytes / batch_bytes).max(1),
             readers,
@@ -135,14 +136,20 @@ impl Prefetcher {
         let mut state = self.shared.lock();
         if !state.is_ready() {
             let began = Instant::now();
+            state.awaited = true;
             state = self.shared.wait_while(state, |state| !state.is_ready() && state.running > 0);
+            state.awaited = false;
             self.waited += began.elapsed();
         }
         let turn = state.next;
         let next = state.ready.remove(&turn).unwrap_or_else(|| Err(self.shared.stopped()));
         state.next += 1;
+        // Waking costs as much as a small batch: only who sleeps is woken.
+        let asleep = state.asleep > 0;
         drop(state);
-        self.shared.changed.notify_all();
+        if asleep {
+            self.shared.room.notify_all();
+        }
         self.failed = next.as_ref().err().cloned();
         next
     }
@@ -168,7 +175,7 @@ impl Drop for Prefetcher {
         let state = self.shared.lock();
         // Set under the lock, or the reader could miss it between its check and its sleep.
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.changed.notify_all();
+        self.shared.room.notify_all();
         drop(self.shared.wait_while(state, |state| state.running > 0));
         // The readers are done. Other ways to end a runtime panic inside of another one.
         if let Some(runtime) = self.runtime.take() {
@@ -289,7 +296,10 @@ impl WindowByWindow {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    changed: Condvar,
+    /// Batches are ready, or readers have ended.
+    filled: Condvar,
+    /// There is room for a batch, or it is time to stop.
+    room: Condvar,
     stop: AtomicBool,
     /// The most batches ahead, the one being read included.
     limit: usize,
@@ -309,6 +319,10 @@ struct State {
     reading: usize,
     /// Readers that have not ended.
     running: usize,
+    /// The caller waits.
+    awaited: bool,
+    /// Readers that wait for room.
+    asleep: usize,
     /// A reader has found the queue full and sleeps.
     #[cfg(test)]
     resting: bool,
@@ -331,7 +345,7 @@ impl Shared {
         state: MutexGuard<'a, State>,
         condition: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
-        self.changed.wait_while(state, condition).unwrap_or_else(PoisonError::into_inner)
+        self.filled.wait_while(state, condition).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn stopping(&self) -> bool {
@@ -365,8 +379,11 @@ impl Reader {
             let mut state = self.shared.lock();
             state.reading -= 1;
             state.ready.insert(self.turn, read);
+            let awaited = state.awaited && state.is_ready();
             drop(state);
-            self.shared.changed.notify_all();
+            if awaited {
+                self.shared.filled.notify_all();
+            }
             if failed {
                 return;
             }
@@ -384,15 +401,19 @@ impl Reader {
 
     /// Sleeps until there is room for a batch: a buffer for it, or `None` when it is time to stop.
     fn wait_for_room(&self) -> Option<TokenBatch> {
-        let mut state = self.shared.wait_while(self.shared.lock(), |state| {
+        let mut state = self.shared.lock();
+        state.asleep += 1;
+        let full = |state: &mut State| {
             let full = self.turn - state.next >= self.shared.limit as u64 && !self.shared.stopping();
             #[cfg(test)]
             {
                 state.resting = full;
-                self.shared.changed.notify_all();
+                self.shared.filled.notify_all();
             }
             full
-        });
+        };
+        state = self.shared.room.wait_while(state, full).unwrap_or_else(PoisonError::into_inner);
+        state.asleep -= 1;
         if self.shared.stopping() {
             return None;
         }
@@ -426,7 +447,7 @@ impl Drop for Reader {
         state.running -= 1;
         state.ready.entry(self.turn).or_insert_with(|| Err(self.shared.stopped()));
         drop(state);
-        self.shared.changed.notify_all();
+        self.shared.filled.notify_all();
     }
 }
 
@@ -452,7 +473,7 @@ mod tests {
         let mut state = shared.lock();
         // The last rest does not count: the reader looks again, and says so.
         state.resting = false;
-        shared.changed.notify_all();
+        shared.room.notify_all();
         shared.wait_while(state, |state| !state.resting && state.running > 0).ready.len()
     }
 
@@ -500,7 +521,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut batches = Prefetcher::new(sampler(folder.path()), 3, 0, PrefetchOptions::default()).unwrap();
         batches.shared.stop.store(true, Ordering::Relaxed);
-        batches.shared.changed.notify_all();
+        batches.shared.room.notify_all();
         let error = (0..100).find_map(|_| batches.next().err()).unwrap();
         assert!(matches!(error, Error::Stopped { .. }), "{error}");
     }

@@ -442,10 +442,7 @@ fn damage_of_every_kind_is_an_error_that_names_it() {
         file.set_len(0).unwrap();
         file.set_len(640_004).unwrap();
         file.set_modified(std::time::UNIX_EPOCH).unwrap();
-        assert!(matches!(
-            error_of(loader),
-            Error::Changed { what: "the fingerprint", .. } | Error::CutShort { .. }
-        ));
+        assert!(matches!(error_of(loader), Error::Changed { .. } | Error::CutShort { .. }));
         // Replaced by another file, and removed.
         let (folder, path, loader, ..) = fresh(mode);
         fs::write(folder.path().join("other"), fs::read(&path).unwrap()).unwrap();
