@@ -36,6 +36,9 @@ pub(crate) struct BenchLoaderArgs {
     /// Threads that read, 1 to 4
     #[arg(long, default_value_t = 2)]
     threads: usize,
+    /// Batches ahead of the caller at most
+    #[arg(long, default_value_t = 16)]
+    ahead: usize,
     /// Seconds at most for the raw reads, and for the loader's first epoch
     #[arg(long, default_value_t = 60.0)]
     seconds: f64,
@@ -89,6 +92,7 @@ pub(super) fn bench_loader(args: BenchLoaderArgs) -> Result<()> {
         order: args.order.order(),
         batch: args.batch,
         threads: args.threads,
+        batches_ahead: args.ahead,
         ram_bytes: args.memory_limit.map(|limit| limit.0 as u64),
         ..LoaderOptions::default()
     };

@@ -1,0 +1,112 @@
+//! `ebbtide data` and `ebbtide bench-loader` as a user meets them.
+
+use std::{fs, path::Path, process::Command};
+
+use serde_json::Value;
+
+/// A folder with a file of the tokens 0, 1, 2, ….
+fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let tokens: Vec<u8> = (0..60_001u16).flat_map(u16::to_le_bytes).collect();
+    fs::write(folder.path().join("tokens.bin"), tokens).unwrap();
+    folder
+}
+
+fn run(folder: &Path, arguments: &[&str]) -> Result<String, String> {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ebbtide"));
+    let output = command.args(arguments).current_dir(folder).output().unwrap();
+    let (out, errors) =
+        (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert!(!errors.contains("panicked"), "{errors}");
+    if output.status.success() { Ok(out) } else { Err(errors) }
+}
+
+fn lines(folder: &Path, arguments: &[&str]) -> Vec<Value> {
+    let out = run(folder, arguments).unwrap();
+    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn bench_loader_prints_one_object() {
+    let folder = folder();
+    for order in ["random", "block"] {
+        let arguments = [
+            "bench-loader",
+            "tokens.bin",
+            "--context",
+            "16",
+            "--order",
+            order,
+            "--block",
+            "4KiB",
+            "--window",
+            "8",
+            "--memory-limit",
+            "32MiB",
+            "--json",
+        ];
+        let found = &lines(folder.path(), &arguments)[0];
+        for name in [
+            "bytes_per_second",
+            "raw_sequential_bytes_per_second",
+            "windows_per_second",
+            "read_amplification",
+            "wait_share",
+        ] {
+            assert!(found[name].as_f64().is_some_and(|value| value > 0.0), "{name}: {found}");
+        }
+        assert!(cfg!(not(target_os = "linux")) || found["peak_resident_bytes"].as_u64().unwrap() > 0);
+        // An epoch, and what of a batch runs on into the next.
+        assert_eq!(found["windows"].as_u64().unwrap(), 60_000u64 / 16 / 32 * 32 + 32);
+        let held = found["arena_bytes"].as_u64().unwrap() + found["batch_bytes"].as_u64().unwrap();
+        assert!(held <= 32 << 20, "{found}");
+    }
+    let text = run(folder.path(), &["bench-loader", "tokens.bin", "--order", "block"]).unwrap();
+    assert!(text.contains("windows/s; raw reads one after another"), "{text}");
+    let error =
+        run(folder.path(), &["bench-loader", "tokens.bin", "--order", "block", "--memory-limit", "1KiB"]);
+    assert!(error.unwrap_err().contains("fewer or smaller blocks need less"));
+    let error = run(folder.path(), &["bench-loader", "none.bin"]).unwrap_err();
+    assert!(error.contains("none.bin: cannot open"), "{error}");
+}
+
+#[test]
+fn data_order_lists_what_steps_see() {
+    let folder = folder();
+    let order = |more: &[&str]| -> Vec<(u64, u64)> {
+        let arguments = [
+            "data",
+            "order",
+            "tokens.bin",
+            "--context",
+            "16",
+            "--order",
+            "block",
+            "--block",
+            "4KiB",
+            "--json",
+        ];
+        let found = lines(folder.path(), &[&arguments[..], more].concat());
+        let number = |line: &Value, name| line[name].as_u64().unwrap();
+        found.iter().map(|line| (number(line, "position"), number(line, "window"))).collect()
+    };
+    // An epoch has 3750 windows, and each comes once.
+    let mut all = order(&["--batch", "3750", "--epoch", "2"]);
+    assert_eq!((all[0].0, all.len()), (7500, 3750));
+    assert_eq!(order(&["--batch", "10", "--epoch", "2", "--step", "3"]), all[30..40]);
+    let mut ranks: Vec<_> = ["0", "1", "2"]
+        .iter()
+        .flat_map(|rank| order(&["--batch", "3750", "--epoch", "2", "--rank", rank, "--world", "3"]))
+        .collect();
+    ranks.sort_unstable();
+    assert_eq!(ranks, all);
+    all.sort_unstable_by_key(|sample| sample.1);
+    assert!(all.iter().map(|sample| sample.1).eq(0..3750));
+    let text =
+        run(folder.path(), &["data", "order", "tokens.bin", "--context", "16", "--batch", "2"]).unwrap();
+    assert!(text.starts_with("# 3750 windows an epoch, random order, fingerprint "), "{text}");
+    assert_eq!(text.lines().count(), 3);
+    let huge = u64::MAX.to_string();
+    let error = run(folder.path(), &["data", "order", "tokens.bin", "--context", "16", "--epoch", &huge]);
+    assert!(error.unwrap_err().contains("is beyond 2^64"));
+}
