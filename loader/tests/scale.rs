@@ -340,6 +340,44 @@ fn a_memory_contract_is_kept() {
 }
 
 #[test]
+fn the_least_memory_is_enough() {
+    // Slots are handed over many at a time, and there are none to spare.
+    let (_folder, samples) = samples(20_000, 8);
+    for (streams, batch) in [(1, 1), (1, 7), (8, 3), (64, 64)] {
+        let order = Order::Block(BlockOrder { block_bytes: 2048, window_blocks: 64, streams });
+        let options = LoaderOptions { order, threads: 1, batches_ahead: 1, ..block(batch) };
+        let starved = LoaderOptions { ram_bytes: Some(1), ..options.clone() };
+        let Err(Error::MemoryTooSmall { needed, .. }) = Loader::new(&samples, &starved, at(0)) else {
+            panic!("a byte is too little")
+        };
+        let least = LoaderOptions { ram_bytes: Some(needed), ..options.clone() };
+        let batches = 25_000 / batch;
+        let expected: Vec<u64> = order_of(&samples, &options, 0)
+            .unwrap()
+            .take(batches * batch)
+            .map(|sample| sample.window)
+            .collect();
+        assert_eq!(take(&mut start(&samples, &least, 0), batches), expected);
+    }
+}
+
+#[test]
+fn the_digest_is_of_bytes_and_positions() {
+    let (folder, samples) = samples(300, 8);
+    let bytes = fs::read(folder.path().join("tokens.bin")).unwrap();
+    for seed in [1, 2] {
+        let options = LoaderOptions { seed, ..block(10) };
+        let digest = order_of(&samples, &options, 0).unwrap().take(350).fold(0u64, |digest, sample| {
+            let window = &bytes[sample.window as usize * 32..][..36];
+            digest.wrapping_add(xxhash_rust::xxh3::xxh3_64_with_seed(window, sample.position))
+        });
+        let mut loader = start(&samples, &options, 0);
+        take(&mut loader, 35);
+        assert_eq!(loader.state(), LoaderState { position: 350, digest });
+    }
+}
+
+#[test]
 fn whole_blocks_are_read_once_an_epoch() {
     // Blocks of 256 KiB on 4 MiB, and a header that no page begins after.
     let (_folder, samples) = samples(32_768, 32);
