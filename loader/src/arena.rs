@@ -29,11 +29,12 @@ pub(crate) fn slots(count: usize, bytes: usize) -> Result<Vec<Slot>> {
     let no_memory = |total: Option<usize>| Error::NoMemory { bytes: total.unwrap_or(usize::MAX) };
     let total = count.checked_mul(bytes).and_then(|total| total.checked_add(HUGE_PAGE_BYTES));
     let mut map = MmapMut::map_anon(total.ok_or_else(|| no_memory(None))?).map_err(|_| no_memory(total))?;
-    // Where it cannot be had, ordinary pages do.
-    #[cfg(target_os = "linux")]
-    let _ = map.advise(memmap2::Advice::HugePage);
     let start = map.as_mut_ptr();
     let skip = start.align_offset(HUGE_PAGE_BYTES).min(HUGE_PAGE_BYTES);
+    // Whole huge pages alone, or the last would take more than was asked for. Where none can be had, ordinary ones do.
+    #[cfg(target_os = "linux")]
+    let _ =
+        map.advise_range(memmap2::Advice::HugePage, skip, count * bytes / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
     let map = Arc::new(map);
     let slot = |index: usize| {
         // SAFETY: `skip + count * bytes` is at most the length of the map, so the address is within it and not null.

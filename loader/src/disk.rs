@@ -90,8 +90,7 @@ impl Disk {
         range_bytes.saturating_add(2 * PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES
     }
 
-    /// Reads a range of a file into a slot of [`slot_bytes`](Self::slot_bytes). `forced` reads are followed by a look at
-    /// the file.
+    /// Reads a range of a file into a slot of [`slot_bytes`](Self::slot_bytes).
     ///
     /// # Errors
     ///
@@ -209,7 +208,7 @@ fn open_direct(shard: &Shard) -> std::io::Result<File> {
     use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 
     let flags = rustix::fs::OFlags::DIRECT.bits() as i32;
-    let file = File::options().read(true).custom_flags(flags).open(&shard.path)?;
+    let file = File::options().read(true).custom_flags(flags).open(&shard.absolute)?;
     let (ours, theirs) = (shard.file.metadata()?, file.metadata()?);
     if (ours.dev(), ours.ino()) != (theirs.dev(), theirs.ino()) {
         return Err(std::io::Error::other("the path leads to another file"));

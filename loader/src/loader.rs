@@ -1,8 +1,9 @@
 //! Batches in any order from data of any size, within a limit of memory.
 //!
 //! Threads read blocks into an arena ([`BlockOrder`](crate::BlockOrder) says which and when), two more gather batches from
-//! it by turns, a few batches ahead of the caller. All memory is taken at the start and is as much whatever the data's size:
-//! the blocks that the order keeps open, some more that are being read, and the batches ahead.
+//! it by turns, a few batches ahead of the caller. The memory is as much whatever the data's size: the blocks that the order
+//! keeps open, some more that are being read, and the batches ahead. The limit is on these; beside them there are the
+//! threads' stacks and some hundred KiB of lists.
 //!
 //! A run goes on from a position and a digest. The digest adds up a hash of each sample's bytes and position, so it does not
 //! hang on ranks, batches or threads: those of all ranks added are that of one, and it is the same if and only if the same

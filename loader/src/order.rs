@@ -13,8 +13,8 @@
 //!
 //! The random order is the same thing with blocks of one window and one block open.
 //!
-//! Costs: for an epoch, 16 bytes for each file whose last block is short; for each open block about 200 bytes. Two
-//! permutations a sample, about 100 ns.
+//! Costs: for an epoch, 16 bytes for each file whose last block is short; for each open block about 200 bytes; for a
+//! sample, two permutations.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -16,6 +16,8 @@ const MOST_TOKENS: u64 = 1 << 31;
 #[derive(Debug)]
 pub(crate) struct Shard {
     pub(crate) path: PathBuf,
+    /// The same path from the root on: the process may change its folder.
+    pub(crate) absolute: PathBuf,
     pub(crate) file: File,
     /// The file's length when it was opened.
     pub(crate) file_bytes: u64,
@@ -96,8 +98,10 @@ impl Shard {
         let metadata =
             file.metadata().map_err(|cause| Error::Open { path: path.clone(), cause: Arc::new(cause) })?;
         let stamp = Stamp { bytes: file_bytes, ..Stamp::of(&metadata) };
+        let absolute = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
         Ok(Self {
             path,
+            absolute,
             file,
             file_bytes,
             offset,
@@ -131,7 +135,7 @@ impl Shard {
             return Err(changed("a length in bytes of", &opened.bytes, &now.bytes));
         }
         #[cfg(unix)]
-        match fs::metadata(&self.path) {
+        match fs::metadata(&self.absolute) {
             Ok(named) if Stamp::of(&named).file == opened.file => {}
             Ok(_) => return Err(changed("to find", &"the same file", &"another")),
             Err(cause) => return Err(changed("to find", &"the file", &cause)),

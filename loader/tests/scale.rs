@@ -1,4 +1,5 @@
 //! What breaks loaders of data larger than memory, case by case.
+#![cfg(unix)]
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
