@@ -1,4 +1,4 @@
-//! A training step of GPT-2 124M beside PyTorch's, in one paired run.
+//! A training step of GPT-2 124M under each policy, beside PyTorch's, in one paired run.
 //!
 //! ```text
 //! EBBTIDE_PEER_PYTHON=/path/to/venv/bin/python cargo bench --bench gpt2 -- [--batch 2] [--context 512] [--rounds 3] [--steps 2]
@@ -14,12 +14,20 @@ use std::{error::Error, process::Command};
 
 use ebbtide::{
     bench::{Bench, BenchOptions, BenchReport, median},
+    config::Tiers,
     engine::gpt2::Gpt2Config,
     kernels::{CpuOptions, Device, bytes},
 };
 
 /// The first is what the others, and the peer, are held against.
-const POLICIES: [&str; 5] = ["keep", "offload", "recompute", "int8", "offload int8"];
+const POLICIES: [&str; 8] =
+    ["keep", "recompute", "int8", "offload", "offload int8", "offload disk", "offload int8 disk", BEST_MIX];
+
+/// What attention needs stays, as does what is dear to make; what is cheap to make again is, and the rest is sent out as int8.
+const BEST_MIX: &str = "rerun, *linear.input: offload int8, *gelu.input: offload int8, *gelu.output: rerun";
+
+/// The peer's ways to save memory; the first is what ours are held against.
+const PEER_POLICIES: [&str; 5] = ["none", "checkpoint", "save_on_cpu", "int8", "disk"];
 
 struct Settings {
     batch: usize,
@@ -46,7 +54,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let threads = 2;
     let mut ours: Vec<Vec<f64>> = vec![Vec::new(); POLICIES.len()];
     let mut reports: Vec<Option<BenchReport>> = vec![None; POLICIES.len()];
-    let (mut theirs, mut peer, mut idle) = (Vec::new(), serde_json::Value::Null, Vec::new());
+    let mut theirs: Vec<Vec<f64>> = vec![Vec::new(); PEER_POLICIES.len()];
+    let mut peers = vec![serde_json::Value::Null; PEER_POLICIES.len()];
+    let mut idle = Vec::new();
     for _ in 0..settings.rounds {
         for (i, policy) in POLICIES.into_iter().enumerate() {
             let mut bench = Bench::new(&BenchOptions {
@@ -56,6 +66,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 policy: policy.parse()?,
                 threads: Some(threads),
                 budget_bytes: None,
+                offload_optimizer: false,
+                tiers: Tiers::default(),
             })?;
             let busy = |bench: &Bench| -> f64 { bench.trainer().engine().device().streams()[0].busy_seconds };
             for _ in 0..settings.steps {
@@ -69,8 +81,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             reports[i] = Some(bench.run(1)?);
         }
         if let Some(python) = &python {
-            peer = run_peer(python, &settings, threads)?;
-            theirs.push(peer["seconds_per_step"].as_f64().ok_or("the peer gave no time")?);
+            for (i, policy) in PEER_POLICIES.into_iter().enumerate() {
+                peers[i] = run_peer(python, &settings, threads, policy)?;
+                theirs[i].push(peers[i]["seconds_per_step"].as_f64().ok_or("the peer gave no time")?);
+            }
         }
     }
     let tokens = (settings.batch * settings.context) as f64;
@@ -80,10 +94,18 @@ fn main() -> Result<(), Box<dyn Error>> {
         "GPT-2 124M, batch {}, context {}, f32, {threads} threads: forward, backward, AdamW\n",
         settings.batch, settings.context
     );
-    println!("{:<22}{:>10}{:>12}{:>14}{:>14}", "", "s/step", "tokens/s", "saved", "step's peak");
-    let row = |name: &str, seconds: f64, saved: u64, peak: u64| {
+    println!(
+        "{:<30}{:>8}{:>10}{:>8}{:>12}{:>13}{:>12}{:>8}",
+        "", "s/step", "tokens/s", "of keep", "saved", "step's peak", "sent out", "hidden"
+    );
+    let row = |name: &str, seconds: f64, of: f64, saved: u64, peak: u64| {
+        let shorter: String = name.chars().take(29).collect();
         let (saved, peak) = (bytes(saved as usize), bytes(peak as usize));
-        println!("{name:<22}{seconds:>10.3}{:>12.1}{saved:>14}{peak:>14}", tokens / seconds);
+        print!(
+            "{shorter:<30}{seconds:>8.3}{:>10.1}{:>8.2}{saved:>12}{peak:>13}",
+            tokens / seconds,
+            of / seconds
+        );
     };
     let mut keep = f64::NAN;
     for (i, policy) in POLICIES.into_iter().enumerate() {
@@ -92,17 +114,27 @@ fn main() -> Result<(), Box<dyn Error>> {
             keep = seconds;
         }
         if let Some(report) = &reports[i] {
-            row(&format!("ebbtide, {policy}"), seconds, report.saved_bytes, report.peak_step_bytes as u64);
+            row(policy, seconds, keep, report.saved_bytes, report.peak_step_bytes as u64);
+            let hidden = report.offload.hidden_share.filter(|_| report.offloaded_bytes > 0);
+            let hidden = hidden.map_or(String::new(), |share| format!("{:.1} %", 100.0 * share));
+            println!("{:>12}{hidden:>8}", bytes(report.offloaded_bytes as usize));
         }
     }
     let floor = flops / ceiling;
-    println!("{:<22}{floor:>10.3}{:>12.1}", "floor (products)", tokens / floor);
-    if !theirs.is_empty() {
-        let seconds = median(&mut theirs);
-        let count = |key: &str| peer[key].as_u64().unwrap_or_default();
-        let name = format!("PyTorch {}", peer["version"].as_str().unwrap_or_default());
-        row(&name, seconds, count("saved_bytes"), count("peak_step_bytes"));
-        println!("\nebbtide, keep, over PyTorch: {:.2} × the tokens a second", seconds / keep);
+    println!("{:<30}{floor:>8.3}{:>10.1}{:>8.2}", "floor (products)", tokens / floor, keep / floor);
+    if python.is_some() {
+        println!("PyTorch {}", peers[0]["version"].as_str().unwrap_or_default());
+        let mut none = f64::NAN;
+        for (i, policy) in PEER_POLICIES.into_iter().enumerate() {
+            let seconds = median(&mut theirs[i]);
+            if i == 0 {
+                none = seconds;
+            }
+            let count = |key: &str| peers[i][key].as_u64().unwrap_or_default();
+            row(policy, seconds, none, count("saved_bytes"), count("peak_step_bytes"));
+            println!();
+        }
+        println!("\nebbtide, keep, over PyTorch: {:.2} × the tokens a second", none / keep);
     }
     println!("ebbtide, keep, over the floor: {:.2} × ({:.0} GFLOP/s at best)", floor / keep, ceiling / 1e9);
     println!("the compute stream idle: {:.2} % of a step", 100.0 * median(&mut idle));
@@ -113,10 +145,15 @@ fn run_peer(
     python: &std::ffi::OsStr,
     settings: &Settings,
     threads: usize,
+    policy: &str,
 ) -> Result<serde_json::Value, Box<dyn Error>> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/peers/gpt2_step.py");
     let numbers = [settings.batch, settings.context, settings.steps, threads];
-    let output = Command::new(python).arg(script).args(numbers.map(|number| number.to_string())).output()?;
+    let output = Command::new(python)
+        .arg(script)
+        .args(numbers.map(|number| number.to_string()))
+        .arg(policy)
+        .output()?;
     if !output.status.success() {
         return Err(format!("the peer failed: {}", String::from_utf8_lossy(&output.stderr)).into());
     }

@@ -6,10 +6,16 @@ use ebbtide_engine::{
     Batch, Engine, Result, Trainer, TrainerOptions,
     gpt2::{Gpt2, Gpt2Config},
     optimizer::{AdamWOptions, Schedule},
+    plan::StepShape,
 };
 use ebbtide_kernels::{CpuOptions, Device};
-use ebbtide_offload::{Expression, OffloadOptions};
+use ebbtide_offload::Expression;
 use serde::Serialize;
+
+use crate::{
+    account::Account,
+    config::{Bytes, Tiers},
+};
 
 /// What is measured.
 #[derive(Clone, Debug)]
@@ -26,6 +32,10 @@ pub struct BenchOptions {
     pub threads: Option<usize>,
     /// Most bytes on the device.
     pub budget_bytes: Option<usize>,
+    /// Whether the optimizer's moments are in host memory.
+    pub offload_optimizer: bool,
+    /// Where offloaded activations go; their space in the system's folder for temporary files unless it says so.
+    pub tiers: Tiers,
 }
 
 /// What steps took.
@@ -43,8 +53,10 @@ pub struct BenchReport {
     pub peak_step_bytes: usize,
     /// The smallest budget under which the step runs as it did.
     pub extent_bytes: usize,
-    /// Bytes sent to the host a step.
+    /// Bytes sent to host memory and disk a step.
     pub offloaded_bytes: u64,
+    /// The offload runtime's account of the steps together.
+    pub offload: Account,
     /// Floating-point operations of a step's products, over its seconds.
     pub flops_per_second: f64,
     /// Loss of the first step, on random tokens with random weights.
@@ -68,10 +80,24 @@ impl Bench {
     pub fn new(options: &BenchOptions) -> Result<Self> {
         let device =
             Device::cpu_with(CpuOptions { threads: options.threads, budget_bytes: options.budget_bytes })?;
-        let engine = Engine::new(&device, Box::new(options.policy.clone()), OffloadOptions::default())?;
+        let shape = StepShape {
+            model: options.model,
+            batch: options.batch,
+            context: options.context,
+            accumulate: 1,
+            offload_optimizer: options.offload_optimizer,
+        };
+        let budget = options.budget_bytes.map(Bytes);
+        let tiers = options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
+        let engine = Engine::new(&device, Box::new(options.policy.clone()), tiers)?;
         let model = Gpt2::new(&engine, options.model, 0, true)?;
         let schedule = Schedule::constant(3e-4);
-        let trainer_options = TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 0 };
+        let trainer_options = TrainerOptions {
+            optimizer: AdamWOptions::default(),
+            schedule,
+            seed: 0,
+            offload_optimizer: options.offload_optimizer,
+        };
         let mut trainer = Trainer::new(&engine, model, trainer_options)?;
         let batch = random_batch(options);
         let first_loss = trainer.step(std::slice::from_ref(&batch))?.loss;
@@ -95,6 +121,7 @@ impl Bench {
     pub fn run(&mut self, steps: usize) -> Result<BenchReport> {
         let (engine, device) = (self.trainer.engine().clone(), self.trainer.engine().device().clone());
         engine.offload().take_report();
+        let times_before = engine.offload().times();
         let flops_of = |device: &Device| -> u64 { device.op_counts().values().map(|c| c.flops).sum() };
         let flops_before = flops_of(&device);
         let steps = steps.max(1);
@@ -108,6 +135,7 @@ impl Bench {
         let flops = (flops_of(&device) - flops_before) / steps as u64;
         let seconds_per_step = median(&mut seconds);
         let (memory, offload) = (device.memory(), engine.offload().report());
+        let times = engine.offload().times().since(&times_before);
         let parameters = self.trainer.model().parameters().flat_len();
         Ok(BenchReport {
             tokens_per_second: self.batch.tokens.len() as f64 / seconds_per_step,
@@ -116,7 +144,8 @@ impl Bench {
             peak_device_bytes: memory.peak_bytes,
             peak_step_bytes: memory.peak_bytes.saturating_sub(16 * parameters),
             extent_bytes: memory.extent_bytes,
-            offloaded_bytes: offload.out_bytes / steps as u64,
+            offloaded_bytes: offload.out_bytes() / steps as u64,
+            offload: Account::new(engine.offload(), &offload, &times, &memory)?,
             flops_per_second: flops as f64 / seconds_per_step,
             first_loss: self.first_loss,
             last_loss,

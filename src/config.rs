@@ -10,8 +10,9 @@ use ebbtide_engine::{
     gpt2::Gpt2Config,
     hugging_face,
     optimizer::{AdamWOptions, Schedule},
+    plan::{self, StepShape},
 };
-use ebbtide_offload::Expression;
+use ebbtide_offload::{DiskOptions, Expression, OffloadOptions};
 use serde::{Deserialize, Serialize};
 
 use crate::tokenizer::TokenizerKind;
@@ -30,6 +31,8 @@ pub struct ConfigFile {
     pub optimizer: AdamWOptions,
     /// The learning rate.
     pub schedule: ScheduleFile,
+    /// Where offloaded activations go.
+    pub tiers: Tiers,
 }
 
 /// `[model]`: a published size by name, or sizes one by one, or both, where the latter win.
@@ -93,6 +96,8 @@ pub struct TrainingFile {
     pub memory: Option<Bytes>,
     /// `f32`.
     pub precision: Option<Precision>,
+    /// Whether the optimizer's moments are in host memory; false if not given.
+    pub offload_optimizer: Option<bool>,
     /// Threads of the kernels; the machine's cores if not given.
     pub threads: Option<usize>,
     /// Steps between checkpoints; 0 for one at the end alone.
@@ -122,6 +127,79 @@ pub struct ScheduleFile {
     pub decay_steps: Option<u64>,
 }
 
+/// `[tiers]`: memory that is not the device's.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tiers {
+    /// Most host memory for offloaded activations, taken at the start; as much as a step needs if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_memory: Option<Bytes>,
+    /// Disk space for them, taken at the start. If not given, as much as a step needs where the policy sends anything to disk,
+    /// else none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_memory: Option<Bytes>,
+    /// A folder of the disk to use; the run's own if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub spill: Option<PathBuf>,
+    /// Holds checksums of what comes back from disk, and of what is computed again.
+    pub verify: bool,
+    /// Measures the largest error of each lossy codec.
+    pub measure_errors: bool,
+}
+
+impl Tiers {
+    /// What `other` says, and what it leaves open as it is here.
+    fn or(self, other: &Tiers) -> Tiers {
+        Tiers {
+            host_memory: other.host_memory.or(self.host_memory),
+            disk_memory: other.disk_memory.or(self.disk_memory),
+            spill: other.spill.clone().map(absolute).or(self.spill),
+            verify: other.verify || self.verify,
+            measure_errors: other.measure_errors || self.measure_errors,
+        }
+    }
+
+    /// The offload runtime's options, with the sizes that are said here: see [`plan::sized`] for the others.
+    pub fn unsized_options(&self, policy: &Expression, folder: &Path) -> OffloadOptions {
+        let disk = (self.disk_memory.is_some() || policy.uses_disk()).then(|| {
+            let folder = self.spill.as_deref().unwrap_or(folder);
+            let mut disk = DiskOptions::new(folder, self.disk_memory.map_or(0, |bytes| bytes.0));
+            disk.verify |= self.verify;
+            disk
+        });
+        OffloadOptions {
+            host_bytes: self.host_memory.map(|bytes| bytes.0),
+            disk,
+            measure_errors: self.measure_errors,
+            verify_recompute: self.verify,
+            ..OffloadOptions::default()
+        }
+    }
+
+    /// The offload runtime's options for a step: tiers as large as is said here, or as the step needs.
+    ///
+    /// # Errors
+    /// A configuration that cannot be; out of memory, if the budget does not hold the step, or the machine not both it and the
+    /// host tier.
+    pub fn options(
+        &self,
+        shape: &StepShape,
+        policy: &Expression,
+        budget: Option<Bytes>,
+        folder: &Path,
+    ) -> ebbtide_engine::Result<OffloadOptions> {
+        let options = self.unsized_options(policy, folder);
+        let budget = budget.map(|bytes| bytes.0);
+        let sized = plan::sized(shape, policy.clone(), &options, budget)?;
+        let planned = plan::plan(shape, policy.clone(), &sized, budget)?;
+        check_machine(
+            planned.memory.extent_bytes,
+            sized.host_bytes.unwrap_or_default() + planned.optimizer_host_bytes,
+        )?;
+        Ok(sized)
+    }
+}
+
 /// A run with every value settled: what `config.toml` in its folder holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -136,6 +214,9 @@ pub struct Config {
     pub optimizer: AdamWOptions,
     /// The learning rate.
     pub schedule: Schedule,
+    /// Where offloaded activations go.
+    #[serde(default)]
+    pub tiers: Tiers,
 }
 
 /// See [`DataFile`]; paths are absolute.
@@ -178,6 +259,9 @@ pub struct Training {
     pub memory: Option<Bytes>,
     /// What the model computes in.
     pub precision: Precision,
+    /// Whether the optimizer's moments are in host memory.
+    #[serde(default)]
+    pub offload_optimizer: bool,
     /// Threads of the kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -214,8 +298,12 @@ pub struct Overrides {
     pub batch: Option<usize>,
     /// `--accumulate`.
     pub accumulate: Option<usize>,
+    /// `--offload-optimizer`.
+    pub offload_optimizer: Option<bool>,
     /// `--threads`.
     pub threads: Option<usize>,
+    /// `--host-memory` and its like.
+    pub tiers: Tiers,
 }
 
 impl Overrides {
@@ -233,7 +321,9 @@ impl Overrides {
         training.checkpoint_every = self.checkpoint_every.unwrap_or(training.checkpoint_every);
         training.batch = self.batch.unwrap_or(training.batch);
         training.accumulate = self.accumulate.unwrap_or(training.accumulate);
+        training.offload_optimizer = self.offload_optimizer.unwrap_or(training.offload_optimizer);
         training.threads = self.threads.or(training.threads);
+        config.tiers = config.tiers.or(&self.tiers);
         config
     }
 }
@@ -308,7 +398,12 @@ impl ConfigFile {
         let mut config: ConfigFile = toml::from_str(&text)
             .map_err(|reason| ConfigError::Parse { path: path.to_path_buf(), reason: Box::new(reason) })?;
         let folder = path.parent().unwrap_or(Path::new(""));
-        let paths = [&mut config.data.tokens, &mut config.data.validation, &mut config.model.weights];
+        let paths = [
+            &mut config.data.tokens,
+            &mut config.data.validation,
+            &mut config.model.weights,
+            &mut config.tiers.spill,
+        ];
         for path in paths.into_iter().flatten() {
             *path = folder.join(&*path);
         }
@@ -320,7 +415,7 @@ impl ConfigFile {
     /// # Errors
     /// [`ConfigError`] names the value that cannot be.
     pub fn settle(self, overrides: &Overrides) -> Result<Config, ConfigError> {
-        let ConfigFile { model, data, training, optimizer, schedule } = self;
+        let ConfigFile { model, data, training, optimizer, schedule, tiers } = self;
         let tokenizer = match (data.tokenizer, &data.tokens) {
             (Some(tokenizer), _) => tokenizer,
             (None, Some(tokens)) => {
@@ -349,6 +444,10 @@ impl ConfigFile {
                 policy: overrides.policy.clone().map(Policy).or(training.policy).unwrap_or_default(),
                 memory: overrides.memory.or(training.memory),
                 precision: overrides.precision.or(training.precision).unwrap_or_default(),
+                offload_optimizer: overrides
+                    .offload_optimizer
+                    .or(training.offload_optimizer)
+                    .unwrap_or_default(),
                 threads: overrides.threads.or(training.threads),
                 checkpoint_every: overrides.checkpoint_every.or(training.checkpoint_every).unwrap_or(500),
                 keep_checkpoints: training.keep_checkpoints.unwrap_or(2),
@@ -363,6 +462,7 @@ impl ConfigFile {
                 warmup_steps: schedule.warmup_steps.unwrap_or(decay_steps / 20),
                 decay_steps,
             },
+            tiers: tiers.or(&overrides.tiers),
             model: model_config,
         };
         config.check()?;
@@ -471,7 +571,7 @@ impl Config {
     }
 
     /// What of another configuration would make a run end elsewhere than this one: one line a key, or nothing. How many
-    /// steps, where activations go without loss, the budget, and what is written when do not count.
+    /// steps, where activations go without loss, the budget and the tiers, and what is written when do not count.
     pub fn differences(&self, other: &Config) -> Vec<String> {
         let lossy = self.training.policy.0.is_lossy() || other.training.policy.0.is_lossy();
         let settled = |config: &Config| {
@@ -481,6 +581,7 @@ impl Config {
                 training.policy = Policy::default();
             }
             (training.steps, training.memory, training.threads) = (1, None, None);
+            (training.offload_optimizer, config.tiers) = (false, Tiers::default());
             (training.checkpoint_every, training.keep_checkpoints) = (0, 0);
             (training.validate_every, training.validation_windows, training.sample_tokens) = (0, 1, 0);
             serde_json::to_value(config).unwrap_or_default()
@@ -501,6 +602,25 @@ impl Config {
         }
         lines
     }
+}
+
+/// The device is the CPU, so that its memory and the host tier's are the machine's both.
+fn check_machine(device_bytes: usize, host_bytes: usize) -> ebbtide_kernels::Result<()> {
+    let available = ebbtide_kernels::available_memory();
+    if device_bytes + host_bytes <= available {
+        return Ok(());
+    }
+    Err(ebbtide_kernels::Error::HostMemory {
+        name: "a step".to_string(),
+        bytes: device_bytes + host_bytes,
+        reason: format!(
+            "{} are available; it needs {} on the device, which is the CPU, and {} for what is offloaded: a policy with `offload \
+             disk` needs none of the latter, and a --memory budget less of the former",
+            ebbtide_kernels::bytes(available),
+            ebbtide_kernels::bytes(device_bytes),
+            ebbtide_kernels::bytes(host_bytes),
+        ),
+    })
 }
 
 fn absolute(path: PathBuf) -> PathBuf {

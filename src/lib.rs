@@ -4,6 +4,7 @@
 //! This package is the facade over the crates below, and the command line `ebbtide`.
 #![forbid(unsafe_code)]
 
+pub mod account;
 pub mod bench;
 pub mod config;
 pub mod pack;

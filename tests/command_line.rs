@@ -397,3 +397,190 @@ fn the_quick_start_needs_no_arguments() {
     place.succeed(&["train", "--steps", "1"]);
     assert!(place.path("runs/2/summary.json").exists());
 }
+
+/// Under a budget that keeping does not fit, through a disk and a little host memory, with the losses of a run that keeps.
+#[test]
+fn tiers_and_their_account() {
+    use ebbtide::{
+        engine::{
+            gpt2::Gpt2Config,
+            plan::{StepShape, least_budget},
+        },
+        offload::{DiskOptions, Expression, OffloadOptions},
+    };
+    let place = Place::new();
+    let model = Gpt2Config {
+        vocabulary: 256,
+        context: 64,
+        width: 64,
+        layers: 4,
+        heads: 4,
+        dropout: 0.1,
+        exact_gelu: false,
+        epsilon: 1e-5,
+    };
+    let config = "[model]\nvocabulary = 256\ncontext = 64\nwidth = 64\nlayers = 4\nheads = 4\ndropout = 0.1\n\
+                  [data]\ntokens = \"corpus.bin\"\ntokenizer = \"bytes\"\nvalidation_fraction = 0.2\n\
+                  [training]\nsteps = 3\nbatch = 8\nvalidation_windows = 2\nsample_tokens = 0\n";
+    fs::write(place.path("larger.toml"), config).unwrap();
+    let kept = place.succeed(&["train", "larger.toml", "--out", "kept"]);
+    assert!(!kept.contains("note ") && !kept.contains("tiers "), "{kept}");
+    let losses = |run: &str| place.metrics(run).iter().map(|line| line["loss"].clone()).collect::<Vec<_>>();
+
+    let shape = StepShape { model, batch: 8, context: 64, accumulate: 1, offload_optimizer: false };
+    let least = |policy: &str| {
+        let disk = Some(DiskOptions::new(place.path(""), 1 << 30));
+        let options = OffloadOptions { disk, measure_errors: true, ..OffloadOptions::default() };
+        let budget = least_budget(&shape, policy.parse::<Expression>().unwrap(), &options).unwrap();
+        (budget + (64 << 10)).to_string()
+    };
+    let memory = least("offload disk");
+    let output = place.succeed(&[
+        "train",
+        "larger.toml",
+        "--out",
+        "disk",
+        "--policy",
+        "offload disk",
+        "--memory",
+        &memory,
+        "--verify",
+        "--spill",
+        ".",
+    ]);
+    assert!(output.contains("of disk in"), "{output}");
+    assert_eq!(losses("disk"), losses("kept"));
+    let account = place.metrics("disk")[2]["offload"].clone();
+    let moved = account["moved"]["disk raw"].clone();
+    assert!(
+        moved["out_bytes"].as_u64().unwrap() > 1 << 20
+            && moved["in_bytes"].as_u64() >= moved["out_bytes"].as_u64(),
+        "{account}"
+    );
+    assert!(account["transfer_seconds"].as_f64().unwrap() > 0.0 && account["hidden_share"].is_number());
+    assert!(
+        account["wait_seconds"].is_object() && account["disk_bytes"].as_u64().unwrap() > 1 << 20,
+        "{account}"
+    );
+    assert!(account["peak_device_bytes"]["activations"].as_u64().unwrap() > 0, "{account}");
+    let summary: Value = serde_json::from_slice(&fs::read(place.path("disk/summary.json")).unwrap()).unwrap();
+    let total = summary["offload"]["moved"]["disk raw"]["out_bytes"].as_u64().unwrap();
+    assert!(total > moved["out_bytes"].as_u64().unwrap());
+    assert_eq!(
+        fs::read_dir(place.path(""))
+            .unwrap()
+            .filter(|entry| {
+                let name = entry.as_ref().unwrap().file_name().into_string().unwrap();
+                !["corpus.bin", "run.toml", "larger.toml", "kept", "disk"].contains(&name.as_str())
+            })
+            .count(),
+        0,
+        "the spill file has no name"
+    );
+
+    let memory = least("offload int8/64~3");
+    // Too little host memory hands on to the disk, and what is measured is there.
+    let output = place.succeed(&[
+        "train",
+        "larger.toml",
+        "--out",
+        "both",
+        "--policy",
+        "offload int8/64~3",
+        "--memory",
+        &memory,
+        "--host-memory",
+        "256KiB",
+        "--disk-memory",
+        "64MiB",
+        "--measure-errors",
+    ]);
+    assert!(output.contains("went on to disk"), "{output}");
+    let account = place.metrics("both")[2]["offload"].clone();
+    assert!(account["fallbacks"]["to_disk"].as_u64().unwrap() > 0, "{account}");
+    assert!(account["compression"].as_f64().unwrap() > 3.7, "{account}");
+    let worst = account["worst_errors"]["int8"].as_f64().unwrap();
+    assert!(worst > 0.0 && worst.is_finite(), "{account}");
+
+    let error =
+        place.fail(&["train", "larger.toml", "--out", "x", "--policy", "offload disk", "--spill", "nowhere"]);
+    assert!(error.contains("nowhere"), "{error}");
+    let error =
+        place.fail(&["train", "larger.toml", "--out", "y", "--policy", "offload", "--host-memory", "1PiB"]);
+    assert!(error.contains("no host memory for `the host tier`: 1048576.0 GiB wanted"), "{error}");
+}
+
+#[test]
+fn a_policy_that_did_nothing_is_said_so() {
+    let place = Place::new();
+    // Every tensor of this model is small.
+    let output = place.succeed(&["train", "run.toml", "--steps", "2", "--policy", "offload"]);
+    assert!(output.contains("note      the policy `offload` moved no byte"), "{output}");
+    assert!(
+        output.contains("no lower than keeping everything would") && output.contains("weights"),
+        "{output}"
+    );
+}
+
+#[test]
+fn plans_say_what_a_step_needs() {
+    let place = Place::new();
+    let table: Value = serde_json::from_str(&place.succeed(&[
+        "plan",
+        "--batch",
+        "2",
+        "--context",
+        "512",
+        "--table",
+        "--json",
+    ]))
+    .unwrap();
+    let rows = table["rows"].as_array().unwrap();
+    let names: Vec<&str> = rows.iter().map(|row| row["policy"].as_str().unwrap()).collect();
+    let expected =
+        ["keep", "rerun-cheap", "int8", "recompute", "recompute-offload", "recompute-offload-optimizer"];
+    assert_eq!(names, expected);
+    let totals: Vec<u64> = rows.iter().map(|row| row["total_bytes"].as_u64().unwrap()).collect();
+    assert!(totals.is_sorted_by(|a, b| a > b), "each row needs less than the one before: {totals:?}");
+    // The bench runs what was planned.
+    let bench = place.succeed(&[
+        "bench",
+        "--model",
+        "gpt2",
+        "--batch",
+        "1",
+        "--context",
+        "16",
+        "--steps",
+        "1",
+        "--json",
+        "--offload-optimizer",
+        "--policy",
+        "offload int8",
+    ]);
+    let bench: Value = serde_json::from_str(&bench).unwrap();
+    let plan = place.succeed(&[
+        "plan",
+        "--batch",
+        "1",
+        "--context",
+        "16",
+        "--json",
+        "--offload-optimizer",
+        "--policy",
+        "offload int8",
+    ]);
+    let plan: Value = serde_json::from_str(&plan).unwrap();
+    assert_eq!(plan["rows"][0]["total_bytes"], bench["peak_device_bytes"]);
+    assert!(place.succeed(&["plan", "--batch", "1", "--policy", "offload disk"]).contains("offload disk"));
+    for (arguments, expected) in [
+        (vec!["plan", "--batch", "0"], "at least 1"),
+        (vec!["plan", "--context", "4096"], "at most the 1024 positions of gpt2"),
+        (vec!["plan", "--model", "gpt3"], "gpt3"),
+        (vec!["plan", "--policy", "x.*: keep"], "`x.*` matches no segment and no tensor"),
+        (vec!["plan", "--memory", "1MiB"], "out of device memory"),
+    ] {
+        let error = place.fail(&arguments);
+        assert!(error.contains(expected), "{arguments:?}: {error}");
+    }
+}

@@ -127,7 +127,12 @@ fn trainer(case: &Case, policy: Builtin) -> Trainer {
         weight_decay: float(&settings["weight_decay"]),
         clip: 0.0,
     };
-    let options = TrainerOptions { optimizer, schedule: Schedule::constant(float(&settings["lr"])), seed: 0 };
+    let options = TrainerOptions {
+        optimizer,
+        schedule: Schedule::constant(float(&settings["lr"])),
+        seed: 0,
+        offload_optimizer: false,
+    };
     Trainer::new(&engine, model, options).unwrap()
 }
 

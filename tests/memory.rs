@@ -14,7 +14,7 @@ use ebbtide::{
 };
 
 fn shape(config: Gpt2Config) -> StepShape {
-    StepShape { model: config, batch: 4, context: 16, accumulate: 2 }
+    StepShape { model: config, batch: 4, context: 16, accumulate: 2, offload_optimizer: false }
 }
 
 fn window(shape: &StepShape) -> Vec<Batch> {
@@ -30,8 +30,8 @@ fn a_plan_is_exact() {
     let shape = shape(small(0.1));
     for policy in Builtin::ALL {
         for options in [OffloadOptions::default(), tiny_windows()] {
-            let planned = plan(&shape, policy, options, None).unwrap();
-            let mut trainer = trainer_on(&cpu(), policy.policy(), options, shape.model).unwrap();
+            let planned = plan(&shape, policy, &options, None).unwrap();
+            let mut trainer = trainer_on(&cpu(), policy.policy(), options.clone(), shape.model).unwrap();
             let window = window(&shape);
             trainer.step(&window).unwrap();
             trainer.engine().offload().take_report();
@@ -52,21 +52,22 @@ fn the_least_budget_trains_with_the_same_bits_and_less_does_not_fit() {
     let shape = shape(small(0.1));
     let windows = vec![window(&shape), window(&shape)];
     let options = OffloadOptions { min_bytes: 0, ..OffloadOptions::default() };
-    let mut free = trainer_on(&cpu(), Builtin::Keep.policy(), options, shape.model).unwrap();
+    let mut free = trainer_on(&cpu(), Builtin::Keep.policy(), options.clone(), shape.model).unwrap();
     let expected = bits(&mut free, &windows).unwrap();
     for policy in Builtin::ALL {
-        let least = least_budget(&shape, policy, options).unwrap();
+        let least = least_budget(&shape, policy, &options).unwrap();
         let device = budgeted(least);
-        let mut trainer = trainer_on(&device, policy.policy(), options, shape.model).unwrap();
+        let mut trainer = trainer_on(&device, policy.policy(), options.clone(), shape.model).unwrap();
         assert_eq!(bits(&mut trainer, &windows).unwrap(), expected, "{policy}");
         assert!(device.memory().extent_bytes <= least, "{policy}");
 
         let device = budgeted(least - 4096);
-        let result = trainer_on(&device, policy.policy(), options, shape.model).and_then(|mut trainer| {
-            let result = bits(&mut trainer, &windows);
-            assert_eq!(trainer.engine().offload().live(), 0);
-            result
-        });
+        let result =
+            trainer_on(&device, policy.policy(), options.clone(), shape.model).and_then(|mut trainer| {
+                let result = bits(&mut trainer, &windows);
+                assert_eq!(trainer.engine().offload().live(), 0);
+                result
+            });
         match device_error(result) {
             Err(Error::OutOfMemory(facts)) => {
                 assert_eq!(facts.budget_bytes, least - 4096);
@@ -82,18 +83,18 @@ fn the_least_budget_trains_with_the_same_bits_and_less_does_not_fit() {
 fn policies_save_memory() {
     let shape = StepShape { batch: 16, accumulate: 1, ..shape(Gpt2Config { layers: 8, ..small(0.0) }) };
     let options = tiny_windows();
-    let least = |policy| least_budget(&shape, policy, options).unwrap();
+    let least = |policy| least_budget(&shape, policy, &options).unwrap();
     let (keep, offload, recompute) =
         (least(Builtin::Keep), least(Builtin::Offload), least(Builtin::Recompute));
     assert!(offload < keep && recompute < keep, "keep {keep}, offload {offload}, recompute {recompute}");
 
-    let fit = nearest_fit(&shape, keep - 4096, options).unwrap().unwrap();
+    let fit = nearest_fit(&shape, keep - 4096, &options).unwrap().unwrap();
     assert_eq!((fit.batch, fit.accumulate), (16, 1));
     assert_ne!(fit.policy, Builtin::Keep);
-    let fit = nearest_fit(&shape, offload.min(recompute) - 4096, options).unwrap().unwrap();
+    let fit = nearest_fit(&shape, offload.min(recompute) - 4096, &options).unwrap().unwrap();
     assert_eq!(fit.batch * fit.accumulate, 16);
     assert!(fit.batch < 16 && fit.budget_bytes <= offload.min(recompute) - 4096);
-    assert_eq!(nearest_fit(&shape, 4096, options).unwrap(), None);
+    assert_eq!(nearest_fit(&shape, 4096, &options).unwrap(), None);
 }
 
 /// Each allocation and each op fails in turn: always an error, never a leak, and a device that goes on.

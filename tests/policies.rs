@@ -144,9 +144,9 @@ fn an_abandoned_step_leaves_nothing() {
 #[test]
 fn keep_all_saves_at_most_64_c_bytes_a_token_and_layer() {
     let model = Gpt2Config::named("gpt2").unwrap();
-    let shape = StepShape { model, batch: 4, context: 1024, accumulate: 1 };
+    let shape = StepShape { model, batch: 4, context: 1024, accumulate: 1, offload_optimizer: false };
     let saved =
-        plan(&shape, Builtin::Keep, OffloadOptions::default(), None).unwrap().offload.saved_bytes as usize;
+        plan(&shape, Builtin::Keep, &OffloadOptions::default(), None).unwrap().offload.saved_bytes as usize;
     let (tokens, width, layers) = (4 * 1024, model.width, model.layers);
     let block = 56 * width + 4 * (4 + model.heads);
     // The last norm keeps what it normalised and two statistics.

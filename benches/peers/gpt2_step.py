@@ -1,21 +1,26 @@
 """One training step of GPT-2 in PyTorch on the CPU: the yardstick of `cargo bench --bench gpt2`.
 
-    gpt2_step.py BATCH CONTEXT STEPS THREADS
+    gpt2_step.py BATCH CONTEXT STEPS THREADS [none|checkpoint|save_on_cpu|int8|disk]
 
 Forward, backward and AdamW in f32 with random weights and tokens, scaled-dot-product attention, tanh GELU and a tied head.
 Prints one JSON object: the median seconds of STEPS steps after one to warm up, the bytes that autograd saves for backward
 (parameters excluded, each storage counted once), and the peak of the process's resident memory during a step less what
-was resident before it. Needs torch.
+was resident before it. What is saved for backward stays, or goes as the policy says: `torch.utils.checkpoint` a block,
+`save_on_cpu`, or hooks on saved tensors that store them as int8 in groups of 128 or in files. Needs torch.
 """
 
+import contextlib
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 12, 768, 12, 50257
 
@@ -44,8 +49,11 @@ class Gpt2(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, 0.0, 0.02)
 
-    def forward(self, tokens, targets):
-        x = self.norm(self.blocks(self.tokens(tokens) + self.positions.weight))
+    def forward(self, tokens, targets, recompute):
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        x = self.norm(x)
         return F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
 
 
@@ -54,8 +62,50 @@ def resident(key):
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
 
+SMALLEST = 4096  # Elements of a tensor that a hook takes.
+
+
+def as_int8(parameters):
+    def pack(tensor):
+        if tensor.dtype != torch.float32 or tensor.numel() < SMALLEST or tensor.untyped_storage().data_ptr() in parameters:
+            return tensor
+        groups = F.pad(tensor.reshape(-1), (0, -tensor.numel() % 128)).view(-1, 128)
+        scales = groups.abs().amax(1, keepdim=True).div_(127).clamp_(min=1e-30)
+        return (groups / scales).round_().to(torch.int8), scales, tensor.shape
+
+    def unpack(stored):
+        if torch.is_tensor(stored):
+            return stored
+        codes, scales, shape = stored
+        return (codes * scales).view(-1)[: shape.numel()].view(shape)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def in_files(parameters, folder):
+    def pack(tensor):
+        if tensor.numel() < SMALLEST or tensor.untyped_storage().data_ptr() in parameters:
+            return tensor
+        handle, path = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            tensor.detach().contiguous().numpy().tofile(file)
+        return path, tensor.shape, tensor.dtype
+
+    def unpack(stored):
+        if torch.is_tensor(stored):
+            return stored
+        path, shape, dtype = stored
+        tensor = torch.from_file(path, size=shape.numel(), dtype=dtype).clone().view(shape)
+        os.unlink(path)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def main():
     batch, context, steps, threads = map(int, sys.argv[1:5])
+    policy = sys.argv[5] if len(sys.argv) > 5 else "none"
+    folder = tempfile.TemporaryDirectory()
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     model = Gpt2(context)
@@ -63,9 +113,18 @@ def main():
     tokens = torch.randint(0, VOCABULARY, (batch, context + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    hooks = {
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "int8": lambda: as_int8(parameters),
+        "disk": lambda: in_files(parameters, folder.name),
+    }.get(policy, contextlib.nullcontext)
+    recompute = policy == "checkpoint"
+
     def step():
         optimizer.zero_grad(set_to_none=True)
-        loss = model(inputs, targets)
+        with hooks():
+            loss = model(inputs, targets, recompute)
         loss.backward()
         optimizer.step()
 
@@ -78,7 +137,6 @@ def main():
         step()
         seconds.append(time.perf_counter() - start)
         peaks.append(resident("VmHWM") - before)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 
     def pack(tensor):
@@ -88,10 +146,10 @@ def main():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(inputs, targets)
+        model(inputs, targets, recompute)
     print(json.dumps({
         "seconds_per_step": statistics.median(seconds),
-        "saved_bytes": sum(saved.values()),
+        "saved_bytes": sum(saved.values()) if policy in ("none", "checkpoint") else 0,
         "peak_step_bytes": max(peaks),
         "version": torch.__version__,
     }))

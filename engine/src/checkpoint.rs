@@ -20,7 +20,6 @@ use crate::{
     Engine, Error, Parameters, Result, Trainer,
     gpt2::Gpt2Config,
     hugging_face::entries,
-    parameters::write_flat,
     tensor_file::{self, TensorFile},
 };
 
@@ -90,10 +89,10 @@ pub fn save(trainer: &Trainer, folder: &Path, extra: serde_json::Value, keep_las
 fn write(trainer: &Trainer, partial: &Path, extra: serde_json::Value) -> Result<()> {
     let (engine, parameters) = (trainer.engine(), trainer.model().parameters());
     fs::create_dir(partial).map_err(io(partial, "make the folder"))?;
-    tensor_file::write(engine, &partial.join(WEIGHTS), entries(parameters, parameters.weights(), "")?)?;
+    tensor_file::write(engine, &partial.join(WEIGHTS), entries(parameters, &parameters.flat_weights(), ""))?;
     let mut moments = Vec::new();
     for (prefix, moment) in MOMENTS.iter().zip(trainer.optimizer().moments()) {
-        moments.extend(entries(parameters, moment, prefix)?);
+        moments.extend(entries(parameters, moment, prefix));
     }
     tensor_file::write(engine, &partial.join(OPTIMIZER), moments)?;
     let file = |name: &str| Ok((name.to_string(), file_state(&partial.join(name))?));
@@ -157,10 +156,10 @@ pub fn load(trainer: &mut Trainer, checkpoint: &Path) -> Result<CheckpointState>
     check_tensors(&optimizer, parameters, &MOMENTS)?;
     let [first, second] = trainer.optimizer().moments();
     for (name, _, range) in parameters.iter() {
-        write_flat(&engine, &parameters.weights().part(range.clone())?, &weights.read(name)?)?;
+        parameters.flat_weights().write(&engine, range.clone(), &weights.read(name)?)?;
         for (prefix, moment) in MOMENTS.iter().zip([first, second]) {
             let values = optimizer.read(&format!("{prefix}{name}"))?;
-            write_flat(&engine, &moment.part(range.clone())?, &values)?;
+            moment.write(&engine, range.clone(), &values)?;
         }
     }
     engine.compute().synchronize()?;
@@ -178,7 +177,7 @@ pub fn load_weights(engine: &Engine, parameters: &Parameters, checkpoint: &Path)
     let mut weights = TensorFile::open(&checkpoint.join(WEIGHTS))?;
     check_tensors(&weights, parameters, &[""])?;
     for (name, _, range) in parameters.iter() {
-        write_flat(engine, &parameters.weights().part(range)?, &weights.read(name)?)?;
+        parameters.flat_weights().write(engine, range, &weights.read(name)?)?;
     }
     engine.compute().synchronize()?;
     Ok(())
@@ -316,13 +315,13 @@ fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error
 
 #[cfg(test)]
 mod tests {
-    use ebbtide_kernels::{Device, Slice};
+    use ebbtide_kernels::Device;
     use ebbtide_offload::{OffloadOptions, policy::Builtin};
     use serde_json::json;
 
     use super::*;
     use crate::{
-        TrainerOptions,
+        Flat, TrainerOptions,
         gpt2::Gpt2,
         optimizer::{AdamWOptions, Schedule},
         tensor_file::Entry,
@@ -344,14 +343,15 @@ mod tests {
         let engine = Engine::new(&device, Builtin::Keep.policy(), OffloadOptions::default()).unwrap();
         let model = Gpt2::new(&engine, config, seed, true).unwrap();
         let schedule = Schedule::constant(1e-3);
-        let options = TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed };
+        let options =
+            TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed, offload_optimizer: false };
         Trainer::new(&engine, model, options).unwrap()
     }
 
     /// Weights and both moments.
-    fn flats(trainer: &Trainer) -> [&Slice; 3] {
+    fn flats(trainer: &Trainer) -> [Flat; 3] {
         let [first, second] = trainer.optimizer().moments();
-        [trainer.model().parameters().weights(), first, second]
+        [trainer.model().parameters().flat_weights(), first.clone(), second.clone()]
     }
 
     /// Every parameter's weights and moments, and the counts: all that a checkpoint brings back.
@@ -359,8 +359,7 @@ mod tests {
         let mut bits = Vec::new();
         for flat in flats(trainer) {
             for (_, _, range) in trainer.model().parameters().iter() {
-                let part = flat.part(range).unwrap();
-                let values = trainer.engine().compute().download::<f32>(&part).unwrap();
+                let values = flat.read(trainer.engine(), range).unwrap();
                 bits.extend(values.into_iter().map(f32::to_bits));
             }
         }
@@ -382,7 +381,7 @@ mod tests {
         for (n, flat) in flats(trainer).into_iter().enumerate() {
             for (_, _, range) in trainer.model().parameters().iter() {
                 let values: Vec<f32> = range.clone().map(|i| f32::from_bits(ODD[(i + n) % 8])).collect();
-                write_flat(trainer.engine(), &flat.part(range).unwrap(), &values).unwrap();
+                flat.write(trainer.engine(), range, &values).unwrap();
             }
         }
     }
@@ -460,10 +459,10 @@ mod tests {
         let parameters = trainer.model().parameters();
         let [weights, first, second] = flats(trainer);
         let mut all = match name {
-            WEIGHTS => entries(parameters, weights, "").unwrap(),
+            WEIGHTS => entries(parameters, &weights, ""),
             _ => {
-                let mut all = entries(parameters, first, MOMENTS[0]).unwrap();
-                all.extend(entries(parameters, second, MOMENTS[1]).unwrap());
+                let mut all = entries(parameters, &first, MOMENTS[0]);
+                all.extend(entries(parameters, &second, MOMENTS[1]));
                 all
             }
         };
@@ -488,7 +487,7 @@ mod tests {
                 assert!(error.contains(name) && error.contains(expected), "{error}");
                 assert_eq!(state(&target), before, "{error}");
             };
-            let first = entries(source.model().parameters(), flats(&source)[0], "").unwrap()[0].0.clone();
+            let first = entries(source.model().parameters(), &flats(&source)[0], "")[0].0.clone();
             check(&|all| drop(all.remove(0)), &format!("{first}`"));
             check(&|all| all.push(("stray".to_string(), vec![13, 8], all[0].2.clone())), "tensor `stray`");
             check(&|all| all[0].1 = vec![8, 13], "has the shape [8, 13], the model's is [13, 8]");

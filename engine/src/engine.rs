@@ -52,9 +52,18 @@ impl Engine {
         Ok(self.offload.alloc(len, DType::F32, Category::Workspace, name)?)
     }
 
-    /// A slice that nobody else holds, with the same elements: the slice itself if that is so already.
+    /// A checksum of what a slice holds; the device is waited for.
+    pub(crate) fn checksum(&self, slice: &Slice) -> Result<u64> {
+        let out = self.offload.alloc(2, DType::U32, Category::Workspace, "checksum")?;
+        self.submit(Op::Checksum { input: slice.clone(), out: out.clone() })?;
+        let words = self.compute.download::<u32>(&out)?;
+        Ok(u64::from(words[0]) | u64::from(words[1]) << 32)
+    }
+
+    /// A slice that may be written, with the same elements: the slice itself if nobody else holds it and it is not saved, in
+    /// whatever tier.
     pub(crate) fn owned(&self, slice: Slice) -> Result<Slice> {
-        if slice.is_unique() {
+        if slice.is_unique() && !slice.is_protected() {
             return Ok(slice);
         }
         let copy = self.workspace(slice.len(), "gradient")?;

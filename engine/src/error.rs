@@ -28,7 +28,7 @@ pub enum Error {
     NotReproducible {
         /// The segment.
         segment: String,
-        /// The first output's shape.
+        /// The first output's shape, and its checksum if values are verified.
         first: String,
         /// The second's.
         second: String,

@@ -6,13 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use ebbtide_kernels::Slice;
 use serde_json::{Value, json};
 
 use crate::{
-    Engine, Error, Parameters, Result,
+    Engine, Error, Flat, Parameters, Result,
     gpt2::{Gpt2, Gpt2Config},
-    parameters::write_flat,
     tensor_file::{self, Entry, TensorFile},
 };
 
@@ -40,7 +38,7 @@ pub fn export(engine: &Engine, model: &Gpt2, folder: &Path) -> Result<()> {
     let write = || {
         write_config(&config_partial, model.config())?;
         let parameters = model.parameters();
-        tensor_file::write(engine, &weights_partial, entries(parameters, parameters.weights(), "")?)?;
+        tensor_file::write(engine, &weights_partial, entries(parameters, &parameters.flat_weights(), ""))?;
         fs::rename(&config_partial, &config).map_err(io(&config, "put in place"))?;
         fs::rename(&weights_partial, &weights).map_err(|reason| {
             let _ = fs::remove_file(&config);
@@ -71,11 +69,11 @@ fn io(path: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> Error
 }
 
 /// Every parameter's part of a flat buffer, with `prefix` before the names.
-pub(crate) fn entries(parameters: &Parameters, flat: &Slice, prefix: &str) -> Result<Vec<Entry>> {
-    let entry = |(name, shape, range): (&str, &[usize], std::ops::Range<usize>)| -> Result<Entry> {
-        Ok((format!("{prefix}{name}"), shape.to_vec(), flat.part(range)?))
-    };
-    parameters.iter().map(entry).collect()
+pub(crate) fn entries(parameters: &Parameters, flat: &Flat, prefix: &str) -> Vec<Entry> {
+    let entries = parameters.iter();
+    entries
+        .map(|(name, shape, range)| (format!("{prefix}{name}"), shape.to_vec(), (flat.clone(), range)))
+        .collect()
 }
 
 fn config_json(config: &Gpt2Config) -> Value {
@@ -201,8 +199,8 @@ pub fn load_weights(engine: &Engine, parameters: &Parameters, path: &Path) -> Re
             return Err(file.wrong(format!("`{HEAD}` is not the token table: expected a tied head")));
         }
     }
-    for (name, _) in &shapes {
-        write_flat(engine, &parameters.get(name)?.weight, &file.read(&of_file(name))?)?;
+    for (name, _, range) in parameters.iter() {
+        parameters.flat_weights().write(engine, range, &file.read(&of_file(name))?)?;
     }
     engine.compute().synchronize()?;
     Ok(())

@@ -7,6 +7,7 @@
 pub mod checkpoint;
 mod engine;
 mod error;
+mod flat;
 pub mod generate;
 pub mod gpt2;
 pub mod hugging_face;
@@ -20,6 +21,7 @@ mod trainer;
 
 pub use engine::Engine;
 pub use error::{Error, Result};
+pub use flat::Flat;
 pub use ops::{HeadLoss, LossInto, Norm, TokenBatch};
 pub use parameters::{Init, Parameter, Parameters, ParametersBuilder};
 pub use tape::{Backward, DropoutSite, Tape, Tensor};

@@ -1,9 +1,11 @@
 //! AdamW over a model's flat buffers, clipping by the global norm, and the learning rate's schedule.
 
-use ebbtide_kernels::{Category, DType, Op, Slice, op::AdamW as AdamWOp};
+use std::ops::Range;
+
+use ebbtide_kernels::{Category, DType, Op, Slice, Stream, op::AdamW as AdamWOp};
 use serde::{Deserialize, Serialize};
 
-use crate::{Engine, Error, Parameters, Result, ops::scalar};
+use crate::{Engine, Error, Flat, Parameters, Result, ops::scalar};
 
 /// AdamW's constants, with decoupled decay for parameters of two or more dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -101,32 +103,42 @@ impl Schedule {
     }
 }
 
-/// The optimizer's state on the device: two moments a parameter, f32.
+/// The optimizer's state: two moments a parameter, f32, on the device or in host memory.
 pub struct AdamW {
     options: AdamWOptions,
-    first_moment: Slice,
-    second_moment: Slice,
+    moments: [Flat; 2],
+    /// Where the moments are in host memory: how they come and go.
+    streaming: Option<[Stream; 2]>,
     sum_squares: Slice,
     norm: Slice,
     coefficient: Slice,
 }
 
 impl AdamW {
-    /// Moments of zero.
+    /// Moments of zero; with `offload` in host memory, from which an update takes them chunk by chunk and brings them back, over
+    /// a stream for each direction.
     ///
     /// # Errors
-    /// The device's, above all if the budget cannot hold them.
-    pub fn new(engine: &Engine, parameters: &Parameters, options: AdamWOptions) -> Result<Self> {
-        let moment = |name| -> Result<Slice> {
-            let slice =
-                engine.device().alloc(parameters.flat_len(), DType::F32, Category::Optimizer, name)?;
+    /// The device's, above all if the budget cannot hold them, or host memory.
+    pub fn new(
+        engine: &Engine,
+        parameters: &Parameters,
+        options: AdamWOptions,
+        offload: bool,
+    ) -> Result<Self> {
+        let (device, len) = (engine.device(), parameters.flat_len());
+        let moment = |name| -> Result<Flat> {
+            if offload {
+                return Ok(Flat::Host(device.host_slab(4 * len, name)?));
+            }
+            let slice = device.alloc(len, DType::F32, Category::Optimizer, name)?;
             engine.submit(Op::Fill { out: slice.clone(), value: 0.0 })?;
-            Ok(slice)
+            Ok(Flat::Device(slice))
         };
         Ok(AdamW {
             options,
-            first_moment: moment("first moment")?,
-            second_moment: moment("second moment")?,
+            moments: [moment("first moment")?, moment("second moment")?],
+            streaming: offload.then(|| ["optimizer in", "optimizer out"].map(|name| device.stream(name))),
             sum_squares: scalar(engine, "gradient norm")?,
             norm: scalar(engine, "gradient norm")?,
             coefficient: scalar(engine, "gradient norm")?,
@@ -134,8 +146,8 @@ impl AdamW {
     }
 
     /// Both moments, flat as the parameters are.
-    pub fn moments(&self) -> [&Slice; 2] {
-        [&self.first_moment, &self.second_moment]
+    pub fn moments(&self) -> [&Flat; 2] {
+        [&self.moments[0], &self.moments[1]]
     }
 
     /// The global norm of the gradients at the last update, before clipping: one f32.
@@ -167,22 +179,84 @@ impl AdamW {
             max_norm: if clip > 0.0 { clip } else { f32::INFINITY },
         })?;
         let groups = [(parameters.decayed(), self.options.weight_decay), (parameters.undecayed(), 0.0)];
+        let mut ring = Ring::default();
         for (range, weight_decay) in groups {
-            engine.submit(Op::AdamW(AdamWOp {
-                parameters: parameters.weights().part(range.clone())?,
-                gradients: gradients.part(range.clone())?,
-                first_moment: self.first_moment.part(range.clone())?,
-                second_moment: self.second_moment.part(range)?,
-                gradient_scale: (clip > 0.0).then(|| self.coefficient.clone()),
-                learning_rate,
-                beta1: self.options.beta1,
-                beta2: self.options.beta2,
-                epsilon: self.options.epsilon,
-                weight_decay,
-                step,
-            }))?;
+            let chunk_len = if self.streaming.is_some() { CHUNK } else { range.len().max(1) };
+            for start in range.clone().step_by(chunk_len) {
+                let chunk = start..range.end.min(start + chunk_len);
+                let [first_moment, second_moment] = self.bring(engine, &mut ring, chunk.clone())?;
+                engine.submit(Op::AdamW(AdamWOp {
+                    parameters: parameters.weights().part(chunk.clone())?,
+                    gradients: gradients.part(chunk.clone())?,
+                    first_moment: first_moment.clone(),
+                    second_moment: second_moment.clone(),
+                    gradient_scale: (clip > 0.0).then(|| self.coefficient.clone()),
+                    learning_rate,
+                    beta1: self.options.beta1,
+                    beta2: self.options.beta2,
+                    epsilon: self.options.epsilon,
+                    weight_decay,
+                    step,
+                }))?;
+                self.send([first_moment, second_moment], chunk)?;
+            }
         }
         Ok(())
+    }
+
+    /// The moments of a chunk, on the device.
+    fn bring(&self, engine: &Engine, ring: &mut Ring, chunk: Range<usize>) -> Result<[Slice; 2]> {
+        let mut moments = Vec::with_capacity(2);
+        for moment in &self.moments {
+            moments.push(match (moment, &self.streaming) {
+                (Flat::Host(buffer), Some([back, _])) => {
+                    let out = ring.next(engine)?.part(0..chunk.len())?;
+                    let input = buffer.part(4 * chunk.start..4 * chunk.end)?;
+                    back.submit(Op::CopyIn { input, out: out.clone() })?;
+                    out
+                }
+                (Flat::Device(slice), _) => slice.part(chunk.clone())?,
+                (Flat::Host(_), None) => unreachable!("host memory and its streams are made together"),
+            });
+        }
+        moments.try_into().map_err(|_| unreachable!("two moments"))
+    }
+
+    /// Takes a chunk's moments back to where they live.
+    fn send(&self, moments: [Slice; 2], chunk: Range<usize>) -> Result<()> {
+        let Some([_, out]) = &self.streaming else { return Ok(()) };
+        for (moment, input) in self.moments.iter().zip(moments) {
+            if let Flat::Host(buffer) = moment {
+                out.submit(Op::CopyOut { input, out: buffer.part(4 * chunk.start..4 * chunk.end)? })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Elements of a chunk of moments in host memory.
+const CHUNK: usize = 1 << 20;
+
+/// Device memory for the chunks of an update: a few, so that one comes and one goes while one is used. Who uses one anew is
+/// ordered after its last use by the device layer.
+#[derive(Default)]
+struct Ring {
+    chunks: Vec<Slice>,
+    turn: usize,
+}
+
+impl Ring {
+    /// Both moments of three chunks.
+    const LEN: usize = 6;
+
+    fn next(&mut self, engine: &Engine) -> Result<Slice> {
+        self.turn += 1;
+        if self.chunks.len() < Self::LEN {
+            let alloc =
+                engine.offload().alloc(CHUNK, DType::F32, Category::Optimizer, "moments of a chunk")?;
+            self.chunks.push(alloc);
+        }
+        Ok(self.chunks[(self.turn - 1) % Self::LEN].clone())
     }
 }
 

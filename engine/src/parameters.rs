@@ -10,7 +10,7 @@ use ebbtide_kernels::{Category, DType, Op, Slice};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use rand_distr::{Distribution, Normal};
 
-use crate::{Engine, Error, Result};
+use crate::{Engine, Error, Flat, Result};
 
 /// How a parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -127,6 +127,11 @@ impl Parameters {
         &self.weights
     }
 
+    /// The weights, to be read and written from the host.
+    pub fn flat_weights(&self) -> Flat {
+        Flat::Device(self.weights.clone())
+    }
+
     /// All gradients, flat; `None` if the model is not trained.
     pub fn gradients(&self) -> Option<&Slice> {
         self.gradients.as_ref()
@@ -179,13 +184,6 @@ impl Parameters {
                 }
             }
         }
-        write_flat(engine, &self.weights, &values)
+        self.flat_weights().write(engine, 0..values.len(), &values)
     }
-}
-
-/// Overwrites a flat buffer from the host.
-pub(crate) fn write_flat(engine: &Engine, out: &Slice, values: &[f32]) -> Result<()> {
-    let host = engine.device().host_buffer(out.bytes(), "upload")?;
-    host.all().write(|bytes| bytes.copy_from_slice(bytemuck::cast_slice(values)))?;
-    engine.submit(Op::CopyIn { input: host.all(), out: out.clone() })
 }

@@ -4,10 +4,10 @@
 //! the execution is left out. So the prediction is exact, byte for byte, and takes milliseconds.
 
 use ebbtide_kernels::{Device, MemoryReport};
-use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, policy::Builtin};
+use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
 
 use crate::{
-    Batch, Engine, Error, Result, Trainer, TrainerOptions,
+    Batch, Engine, Error, Flat, Result, Trainer, TrainerOptions,
     gpt2::{Gpt2, Gpt2Config},
     optimizer::{AdamWOptions, Schedule},
 };
@@ -23,6 +23,8 @@ pub struct StepShape {
     pub context: usize,
     /// Micro-batches of a window.
     pub accumulate: usize,
+    /// Whether the optimizer's moments are in host memory.
+    pub offload_optimizer: bool,
 }
 
 /// What a step holds and moves.
@@ -34,10 +36,19 @@ pub struct StepPlan {
     pub offload: OffloadReport,
     /// Floating-point operations of the step.
     pub flops: u64,
+    /// Host memory that the offloaded slices took.
+    pub host_bytes: usize,
+    /// Disk space that they took.
+    pub disk_bytes: usize,
+    /// Host memory of the optimizer's moments, where they are there.
+    pub optimizer_host_bytes: usize,
 }
 
 /// Micro-batches beyond it repeat what those before them did.
 const ENOUGH_MICRO_BATCHES: usize = 2;
+
+/// A disk tier of 0 bytes is planned as one of this size, more than any step spills: a dry run takes none of it.
+const ANY_BYTES: usize = 1 << 50;
 
 /// Runs a step on a dry device. Two steps, since the second also holds what the first left: nothing, or it shows; and a
 /// validation after them.
@@ -47,14 +58,36 @@ const ENOUGH_MICRO_BATCHES: usize = 2;
 pub fn plan(
     shape: &StepShape,
     policy: impl Into<Expression>,
-    options: OffloadOptions,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+) -> Result<StepPlan> {
+    plan_with(shape, Box::new(policy.into()), options, budget_bytes)
+}
+
+/// As [`plan`], for any policy.
+///
+/// # Errors
+/// As for [`plan`].
+pub fn plan_with(
+    shape: &StepShape,
+    policy: Box<dyn Policy>,
+    options: &OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<StepPlan> {
     let device = Device::dry(budget_bytes);
-    let engine = Engine::new(&device, Box::new(policy.into()), options)?;
+    let mut options = options.clone();
+    if let Some(disk) = options.disk.as_mut().filter(|disk| disk.bytes == 0) {
+        disk.bytes = ANY_BYTES;
+    }
+    let engine = Engine::new(&device, policy, options)?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
-    let trainer_options = TrainerOptions { optimizer, schedule: Schedule::constant(0.0), seed: 0 };
+    let trainer_options = TrainerOptions {
+        optimizer,
+        schedule: Schedule::constant(0.0),
+        seed: 0,
+        offload_optimizer: shape.offload_optimizer,
+    };
     let mut trainer = Trainer::new(&engine, model, trainer_options)?;
     let len = shape.batch * shape.context;
     let batch =
@@ -68,20 +101,85 @@ pub fn plan(
     let flops = flops_of(&device) - flops_before;
     let offload = engine.offload().report();
     trainer.evaluate(&window[..1])?;
-    Ok(StepPlan { memory: device.memory(), offload, flops })
+    let used = |tier| engine.offload().tier_usage(tier).1;
+    let (host_bytes, disk_bytes) = (used(Tier::Host), used(Tier::Disk));
+    let moments = trainer.optimizer().moments();
+    let on_host = moments.iter().filter(|moment| matches!(moment, Flat::Host(_)));
+    let optimizer_host_bytes = on_host.map(|moment| 4 * moment.len()).sum();
+    Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes, optimizer_host_bytes })
+}
+
+/// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; and
+/// as few segments recomputed for want of room as the budget allows, where the policy lets them be.
+///
+/// # Errors
+/// As for [`plan`].
+pub fn sized(
+    shape: &StepShape,
+    policy: impl Into<Expression>,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+) -> Result<OffloadOptions> {
+    let policy = policy.into();
+    let mut sized = options.clone();
+    let planned = match plan(shape, policy.clone(), &sized, budget_bytes) {
+        Err(error) if is_out_of_memory(&error) => {
+            let first = recompute_first(shape, &policy, &sized, budget_bytes, error)?;
+            sized.recompute_first = first;
+            plan(shape, policy, &sized, budget_bytes)?
+        }
+        planned => planned?,
+    };
+    sized.host_bytes.get_or_insert(planned.host_bytes);
+    if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == 0) {
+        disk.bytes = planned.disk_bytes;
+    }
+    Ok(sized)
+}
+
+/// The fewest segments to recompute for want of room with which a step fits that does not without; `error` if none does.
+fn recompute_first(
+    shape: &StepShape,
+    policy: &Expression,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+    error: Error,
+) -> Result<usize> {
+    let with = |recompute_first| OffloadOptions { recompute_first, ..options.clone() };
+    let all = plan(shape, policy.clone(), &with(usize::MAX), None)?.offload.fallbacks.to_recompute as usize;
+    let fits = |first| match plan(shape, policy.clone(), &with(first), budget_bytes) {
+        Ok(_) => Ok(true),
+        Err(error) if is_out_of_memory(&error) => Ok(false),
+        Err(error) => Err(error),
+    };
+    if all == 0 || !fits(all)? {
+        return Err(error);
+    }
+    let (mut too_few, mut enough) = (0, all);
+    while enough - too_few > 1 {
+        let middle = (too_few + enough) / 2;
+        if fits(middle)? { enough = middle } else { too_few = middle }
+    }
+    Ok(enough)
+}
+
+fn is_out_of_memory(error: &Error) -> bool {
+    matches!(error, Error::Device(ebbtide_kernels::Error::OutOfMemory(_)))
 }
 
 /// The smallest budget, to 4 KiB, that a step runs in. Under the offload policy a small budget makes the runtime hold less
-/// ahead of need, so it can be far below the extent of a step that has room.
+/// ahead of need, so it can be far below the extent of a step that has room. Segments that may be recomputed for want of room
+/// are: see [`sized`] for the options that a trainer then needs.
 ///
 /// # Errors
 /// A configuration that cannot be.
 pub fn least_budget(
     shape: &StepShape,
     policy: impl Into<Expression>,
-    options: OffloadOptions,
+    options: &OffloadOptions,
 ) -> Result<usize> {
     let policy = policy.into();
+    let options = &OffloadOptions { recompute_first: usize::MAX, ..options.clone() };
     const STEP: usize = 4096;
     let mut enough = plan(shape, policy.clone(), options, None)?.memory.extent_bytes.next_multiple_of(STEP);
     let mut too_little = 0;
@@ -90,7 +188,7 @@ pub fn least_budget(
         match plan(shape, policy.clone(), options, Some(middle)) {
             Ok(_) if middle < enough => enough = middle,
             Ok(_) => break,
-            Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => too_little = middle,
+            Err(error) if is_out_of_memory(&error) => too_little = middle,
             Err(error) => return Err(error),
         }
     }
@@ -115,7 +213,7 @@ pub struct Fit {
 ///
 /// # Errors
 /// A configuration that cannot be.
-pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: OffloadOptions) -> Result<Option<Fit>> {
+pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: &OffloadOptions) -> Result<Option<Fit>> {
     for batch in (1..=shape.batch).rev().filter(|batch| shape.batch.is_multiple_of(*batch)) {
         let accumulate = shape.accumulate * (shape.batch / batch);
         for policy in Builtin::ALL {
@@ -125,7 +223,7 @@ pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: OffloadOptio
                     let budget_bytes = least_budget(&smaller, policy, options)?;
                     return Ok(Some(Fit { policy, batch, accumulate, budget_bytes }));
                 }
-                Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => {}
+                Err(error) if is_out_of_memory(&error) => {}
                 Err(error) => return Err(error),
             }
         }

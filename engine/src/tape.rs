@@ -8,7 +8,12 @@
 //! tape of its own and then that tape's backward. Dropout is a function of (seed, step, site), so the second run draws
 //! the same masks.
 
-use std::{cell::Cell, collections::HashMap, fmt::Display, rc::Rc};
+use std::{
+    cell::{Cell, RefCell},
+    collections::{HashMap, HashSet},
+    fmt::{self, Display},
+    rc::Rc,
+};
 
 use ebbtide_kernels::{Op, Slice, op::Dropout};
 use ebbtide_offload::{Activation, Placement, Role, Saved, SegmentPlan};
@@ -73,6 +78,8 @@ pub struct Tape<'m> {
     segment: Option<String>,
     recipes: HashMap<u64, Recipe<'m>>,
     ids: Rc<Cell<u64>>,
+    /// What [`Tape::once`] has done in this forward pass.
+    done: Rc<RefCell<HashSet<String>>>,
     seed: u64,
     step: u32,
 }
@@ -82,15 +89,15 @@ impl<'m> Tape<'m> {
     /// step.
     pub fn train(engine: &Engine, seed: u64, step: u32) -> Self {
         engine.offload().begin_forward(step);
-        Self::new(engine, true, seed, step, Rc::default())
+        Self::new(engine, true, seed, step)
     }
 
     /// A tape that records nothing and drops nothing out, for evaluation.
     pub fn eval(engine: &Engine) -> Self {
-        Self::new(engine, false, 0, 0, Rc::default())
+        Self::new(engine, false, 0, 0)
     }
 
-    fn new(engine: &Engine, recording: bool, seed: u64, step: u32, ids: Rc<Cell<u64>>) -> Self {
+    fn new(engine: &Engine, recording: bool, seed: u64, step: u32) -> Self {
         Tape {
             engine: engine.clone(),
             recording,
@@ -98,7 +105,8 @@ impl<'m> Tape<'m> {
             scope: Vec::new(),
             segment: None,
             recipes: HashMap::new(),
-            ids,
+            ids: Rc::default(),
+            done: Rc::default(),
             seed,
             step,
         }
@@ -137,23 +145,63 @@ impl<'m> Tape<'m> {
         result
     }
 
-    /// A piece of the model that a policy may recompute. `body` must be a function of its input, of parameters that do
-    /// not change before backward, and of the tape's dropout keys.
+    /// Runs `effect` at most once a forward pass under a name, however often the code around it runs: for running statistics
+    /// and their like in a segment that may be recomputed.
     ///
     /// # Errors
-    /// Those of `body`; in backward, [`Error::NotReproducible`] if the second run's output has another shape.
+    /// Those of `effect`.
+    pub fn once(&mut self, name: impl Display, effect: impl FnOnce(&Engine) -> Result<()>) -> Result<()> {
+        let name = self.name(&name.to_string());
+        if self.done.borrow().contains(&name) {
+            return Ok(());
+        }
+        effect(&self.engine)?;
+        self.done.borrow_mut().insert(name);
+        Ok(())
+    }
+
+    /// A piece of the model that a policy may recompute. `body` must be a function of its input, of parameters that do
+    /// not change before backward, and of the tape's dropout keys; what else it does belongs in [`Tape::once`].
+    ///
+    /// # Errors
+    /// Those of `body`; in backward, [`Error::NotReproducible`] if the second run's output has another shape, or if
+    /// [`ebbtide_offload::OffloadOptions::verify_recompute`] is set, other values.
     pub fn segment<F>(&mut self, name: impl Display, input: Tensor, body: F) -> Result<Tensor>
     where
         F: Fn(&mut Tape<'m>, Tensor) -> Result<Tensor> + 'm,
     {
         let name = name.to_string();
-        let recompute = self.recording && self.engine.offload().segment(&name) == SegmentPlan::Recompute;
+        let plan = match self.recording {
+            true => self.engine.offload().segment(&name),
+            false => SegmentPlan::Run,
+        };
         let outer = self.segment.replace(name.clone());
         self.scope.push(name.clone());
-        let result = if recompute { self.checkpoint(name, input, body) } else { body(self, input) };
+        let result = match plan {
+            SegmentPlan::Run => body(self, input),
+            SegmentPlan::Recompute => self.checkpoint(name, input, body),
+            SegmentPlan::RunIfRoom => self.run_if_room(name, input, body),
+        };
         self.scope.pop();
         self.segment = outer;
         result
+    }
+
+    /// Runs a segment; if there is no room for what it saves, undoes that and checkpoints it.
+    fn run_if_room<F>(&mut self, name: String, input: Tensor, body: F) -> Result<Tensor>
+    where
+        F: Fn(&mut Tape<'m>, Tensor) -> Result<Tensor> + 'm,
+    {
+        let (nodes, ids) = (self.nodes.len(), self.ids.get());
+        match body(self, input.clone()) {
+            Err(Error::Device(ebbtide_kernels::Error::OutOfMemory(_))) => {
+                self.nodes.truncate(nodes);
+                self.recipes.retain(|id, _| *id <= ids);
+                self.engine.offload().note_recompute_fallback();
+                self.checkpoint(name, input, body)
+            }
+            result => result,
+        }
     }
 
     fn checkpoint<F>(&mut self, name: String, input: Tensor, body: F) -> Result<Tensor>
@@ -166,20 +214,22 @@ impl<'m> Tape<'m> {
         let output = body(self, input);
         self.recording = true;
         let output = output?;
-        let (output_id, output_shape) = (output.id, output.shape.clone());
-        let (seed, step, ids, scope) = (self.seed, self.step, self.ids.clone(), self.scope.clone());
+        let (output_id, first) = (output.id, Fingerprint::of(&self.engine, &output)?);
+        let (seed, step, ids, done, scope) =
+            (self.seed, self.step, self.ids.clone(), self.done.clone(), self.scope.clone());
         self.push(move |backward| {
             let Some(gradient) = backward.take(output_id) else { return Ok(()) };
             let engine = backward.engine.clone();
             engine.offload().note_recompute();
-            let mut tape = Tape::new(&engine, true, seed, step, ids);
-            (tape.scope, tape.segment) = (scope, Some(name.clone()));
+            let mut tape = Tape::new(&engine, true, seed, step);
+            (tape.ids, tape.done, tape.scope, tape.segment) = (ids, done, scope, Some(name.clone()));
             let again =
                 Tensor { id: tape.next_id(), slice: engine.offload().load(&saved)?, shape: input_shape };
             let again_id = again.id;
             let output = body(&mut tape, again)?;
-            if output.shape != output_shape {
-                let (first, second) = (format!("{output_shape:?}"), format!("{:?}", output.shape));
+            let second = Fingerprint::of(&engine, &output)?;
+            if first != second {
+                let (first, second) = (first.to_string(), second.to_string());
                 return Err(Error::NotReproducible { segment: name, first, second });
             }
             let mut inner = Backward { engine, gradients: HashMap::from([(output.id, gradient)]) };
@@ -241,6 +291,7 @@ impl<'m> Tape<'m> {
         let activation = Activation {
             name: &name,
             shape: &tensor.shape,
+            dtype: tensor.slice.dtype(),
             role,
             segment: self.segment.as_deref(),
             rerun: false,
@@ -268,6 +319,7 @@ impl<'m> Tape<'m> {
         let activation = Activation {
             name: &name,
             shape: &tensor.shape,
+            dtype: tensor.slice.dtype(),
             role,
             segment: self.segment.as_deref(),
             rerun: true,
@@ -287,6 +339,31 @@ impl<'m> Tape<'m> {
             site,
             step: self.step,
         })
+    }
+}
+
+/// What a segment's two runs must have in common.
+#[derive(PartialEq)]
+struct Fingerprint {
+    shape: Vec<usize>,
+    /// Of the values, where they are to be verified.
+    checksum: Option<u64>,
+}
+
+impl Fingerprint {
+    fn of(engine: &Engine, output: &Tensor) -> Result<Self> {
+        let checksum = match engine.offload().options().verify_recompute {
+            true => Some(engine.checksum(&output.slice)?),
+            false => None,
+        };
+        Ok(Fingerprint { shape: output.shape.clone(), checksum })
+    }
+}
+
+impl Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "of shape {:?}", self.shape)?;
+        self.checksum.map_or(Ok(()), |checksum| write!(f, " and checksum {checksum:016x}"))
     }
 }
 

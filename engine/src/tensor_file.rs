@@ -7,24 +7,24 @@ use std::{
     collections::HashMap,
     fs::File,
     io::{Read, Seek, SeekFrom},
+    ops::Range,
     path::{Path, PathBuf},
 };
 
-use ebbtide_kernels::{DType, Op, Slice};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensorError, View, tensor::Metadata};
 
-use crate::{Engine, Error, Result};
+use crate::{Engine, Error, Flat, Result};
 
-/// A tensor to write: its name, its shape, and where it is, f32.
-pub(crate) type Entry = (String, Vec<usize>, Slice);
+/// A tensor to write: its name, its shape, and where it is.
+pub(crate) type Entry = (String, Vec<usize>, (Flat, Range<usize>));
 
 /// Writes tensors to a file, which is there whole or not at all.
 pub(crate) fn write(engine: &Engine, path: &Path, entries: Vec<Entry>) -> Result<()> {
     // The crate asks for each tensor's bytes when their turn comes, and has no way to be told that there are none.
     let failure = RefCell::new(None);
-    let views = entries.into_iter().map(|(name, shape, slice)| {
-        let view = DeviceTensor { engine, shape, slice, failure: &failure };
+    let views = entries.into_iter().map(|(name, shape, (flat, range))| {
+        let view = FlatTensor { engine, shape, flat, range, failure: &failure };
         (name, view)
     });
     let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
@@ -45,14 +45,15 @@ pub(crate) fn write(engine: &Engine, path: &Path, entries: Vec<Entry>) -> Result
     sync.map_err(|reason| Error::Io { path: path.to_path_buf(), action: "write", reason })
 }
 
-struct DeviceTensor<'a> {
+struct FlatTensor<'a> {
     engine: &'a Engine,
     shape: Vec<usize>,
-    slice: Slice,
+    flat: Flat,
+    range: Range<usize>,
     failure: &'a RefCell<Option<Error>>,
 }
 
-impl View for DeviceTensor<'_> {
+impl View for FlatTensor<'_> {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
@@ -60,23 +61,16 @@ impl View for DeviceTensor<'_> {
         &self.shape
     }
     fn data(&self) -> Cow<'_, [u8]> {
-        let download = || {
-            let host = self.engine.device().host_buffer(self.slice.bytes(), "download")?;
-            let input = self.slice.clone();
-            self.engine.compute().submit(Op::CopyOut { input, out: host.all() })?;
-            host.all().to_vec::<u8>()
-        };
-        match download() {
-            Ok(bytes) => Cow::Owned(bytes),
+        match self.flat.read(self.engine, self.range.clone()) {
+            Ok(values) => Cow::Owned(bytemuck::cast_slice(&values).to_vec()),
             Err(error) => {
-                self.failure.borrow_mut().get_or_insert(error.into());
+                self.failure.borrow_mut().get_or_insert(error);
                 Cow::Owned(vec![0; self.data_len()])
             }
         }
     }
     fn data_len(&self) -> usize {
-        debug_assert_eq!(self.slice.dtype(), DType::F32);
-        self.slice.bytes()
+        4 * self.range.len()
     }
 }
 

@@ -19,6 +19,8 @@ pub struct TrainerOptions {
     pub schedule: Schedule,
     /// Keys the dropout.
     pub seed: u64,
+    /// Whether the optimizer's moments are in host memory.
+    pub offload_optimizer: bool,
 }
 
 /// A micro-batch on the host.
@@ -98,7 +100,7 @@ impl Trainer {
     /// The device's, above all if the budget cannot hold the optimizer's state.
     pub fn new(engine: &Engine, model: Gpt2, options: TrainerOptions) -> Result<Self> {
         options.schedule.check()?;
-        let optimizer = AdamW::new(engine, model.parameters(), options.optimizer)?;
+        let optimizer = AdamW::new(engine, model.parameters(), options.optimizer, options.offload_optimizer)?;
         Ok(Trainer {
             engine: engine.clone(),
             model,

@@ -1,4 +1,4 @@
-//! The device's address space: best fit, coalescing, no memory of its own.
+//! [`Arena`]: an address space, best fit, coalescing, no memory of its own.
 //!
 //! A freed range can be handed out again at once, although queued ops may still use it: whoever gets it is ordered after
 //! them by the order layer, which knows bytes rather than buffers. So the layout is a function of the program alone,
@@ -11,11 +11,13 @@ use std::{
     ops::Range,
 };
 
-/// Every allocation starts at a multiple of it, and takes a multiple of it.
+/// On the device every allocation starts at a multiple of it, and takes a multiple of it.
 pub(crate) const ALIGNMENT: usize = 256;
 
-pub(crate) struct Arena {
+/// Hands out ranges of an address space: of the device's, of a slab of host memory, of a file.
+pub struct Arena {
     capacity: usize,
+    alignment: usize,
     /// Free ranges: start to length.
     free: BTreeMap<usize, usize>,
     /// The same, by (length, start).
@@ -24,38 +26,50 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    pub(crate) fn new(capacity: usize) -> Self {
-        let capacity = capacity / ALIGNMENT * ALIGNMENT;
-        let mut arena = Arena { capacity, free: BTreeMap::new(), by_len: BTreeSet::new(), high_water: 0 };
+    /// An arena of `capacity` bytes, whose ranges start at multiples of `alignment` and take multiples of it.
+    pub fn new(capacity: usize, alignment: usize) -> Self {
+        let capacity = capacity / alignment * alignment;
+        let mut arena =
+            Arena { capacity, alignment, free: BTreeMap::new(), by_len: BTreeSet::new(), high_water: 0 };
         arena.insert(0, capacity);
         arena
     }
 
-    pub(crate) fn capacity(&self) -> usize {
+    /// Its size.
+    pub fn capacity(&self) -> usize {
         self.capacity
     }
 
     /// One past the last byte ever in use.
-    pub(crate) fn high_water(&self) -> usize {
+    pub fn high_water(&self) -> usize {
         self.high_water
     }
 
     /// Forgets the past: the high water mark becomes the end of what is in use now.
-    pub(crate) fn reset_high_water(&mut self) {
+    pub fn reset_high_water(&mut self) {
         self.high_water = match self.free.last_key_value() {
             Some((&start, &len)) if start + len == self.capacity => start,
             _ => self.capacity,
         };
     }
 
-    pub(crate) fn largest_free(&self) -> usize {
+    /// The largest contiguous free range.
+    pub fn largest_free(&self) -> usize {
         self.by_len.last().map_or(0, |&(len, _)| len)
     }
 
-    /// The smallest free range that holds `bytes`, the lowest of equals.
-    pub(crate) fn alloc(&mut self, bytes: usize) -> Option<Range<usize>> {
-        let bytes = bytes.max(1).checked_next_multiple_of(ALIGNMENT)?;
-        let &(len, start) = self.by_len.range((bytes, 0)..).next()?;
+    /// The smallest free range that holds `bytes`, the lowest of equals; the end of the space only where nothing else holds
+    /// them. So the layout does not depend on the capacity: what fits once fits in a space as large as its high water mark.
+    pub fn alloc(&mut self, bytes: usize) -> Option<Range<usize>> {
+        let bytes = bytes.max(1).checked_next_multiple_of(self.alignment)?;
+        let mut fitting = self.by_len.range((bytes, 0)..);
+        let mut found = *fitting.next()?;
+        if found.0 + found.1 == self.capacity
+            && let Some(&next) = fitting.next()
+        {
+            found = next;
+        }
+        let (len, start) = found;
         self.remove(start, len);
         if len > bytes {
             self.insert(start + bytes, len - bytes);
@@ -65,7 +79,7 @@ impl Arena {
     }
 
     /// Gives back a range that [`Arena::alloc`] returned.
-    pub(crate) fn free(&mut self, range: Range<usize>) {
+    pub fn free(&mut self, range: Range<usize>) {
         let (mut start, mut end) = (range.start, range.end);
         if let Some((&before, &len)) = self.free.range(..start).next_back()
             && before + len == start
@@ -103,7 +117,7 @@ mod tests {
         /// Live ranges never overlap, stay inside, and everything freed coalesces back to one range.
         #[test]
         fn live_ranges_are_disjoint(steps in prop::collection::vec((0usize..5000, any::<prop::sample::Index>()), 1..200)) {
-            let mut arena = Arena::new(1 << 16);
+            let mut arena = Arena::new(1 << 16, ALIGNMENT);
             let mut live: Vec<Range<usize>> = Vec::new();
             for (bytes, pick) in steps {
                 if bytes % 3 == 0 && !live.is_empty() {

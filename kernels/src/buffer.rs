@@ -117,6 +117,11 @@ impl Slice {
         Protection { device, buffer: self.id, key: key.unwrap_or_default() }
     }
 
+    /// Whether ops that write these bytes are refused: see [`Slice::protect`].
+    pub fn is_protected(&self) -> bool {
+        self.device().is_some_and(|device| device.is_protected(self.id, &self.range()))
+    }
+
     /// The same memory as bytes.
     pub(crate) fn as_bytes(&self) -> Slice {
         Slice { len: self.bytes(), dtype: DType::U8, ..self.clone() }
@@ -163,6 +168,8 @@ pub(crate) struct HostInner {
     pub(crate) id: u64,
     pub(crate) name: String,
     pub(crate) block: Arc<HostBlock>,
+    /// What the ledger counts for it.
+    pub(crate) counted: usize,
 }
 
 impl Drop for HostInner {
@@ -204,11 +211,7 @@ impl HostBuffer {
     /// # Errors
     /// [`Error::OutOfBounds`] if the range leaves the buffer.
     pub fn part(&self, bytes: Range<usize>) -> Result<HostSlice> {
-        if bytes.start > bytes.end || bytes.end > self.bytes() {
-            let Range { start, end } = bytes;
-            return Err(Error::OutOfBounds { what: "bytes", start, end, len: self.bytes() });
-        }
-        Ok(HostSlice { start: bytes.start, len: bytes.len(), ..self.all() })
+        self.all().part(bytes)
     }
 }
 
@@ -232,6 +235,18 @@ impl HostSlice {
     /// Size in bytes.
     pub fn bytes(&self) -> usize {
         self.len
+    }
+
+    /// A part of it, in bytes.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] if the range leaves the slice.
+    pub fn part(&self, bytes: Range<usize>) -> Result<HostSlice> {
+        if bytes.start > bytes.end || bytes.end > self.len {
+            let Range { start, end } = bytes;
+            return Err(Error::OutOfBounds { what: "bytes", start, end, len: self.len });
+        }
+        Ok(HostSlice { start: self.start + bytes.start, len: bytes.len(), ..self.clone() })
     }
 
     /// Hands the bytes to `f`, after every op that writes them is done.

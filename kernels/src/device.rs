@@ -10,14 +10,16 @@ use std::{
 };
 
 use crate::{
-    Category, DType, Element, Error, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Result, Slice,
-    arena::Arena,
+    Category, DType, Element, Error, FileSlice, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Result,
+    Slice, SpillFile, SpillOptions,
+    arena::{ALIGNMENT, Arena},
     backend::{Backend, Job, SimOptions, cpu::CpuBackend, sim::SimBackend},
     buffer::{Buffer, HostInner},
     ledger::Ledger,
     memory::{HostBlock, Memory},
     op::{Mode, Place},
     order::{Access, Order, Space, Stamp},
+    spill::FileBlock,
 };
 
 /// How a CPU device is set up.
@@ -53,6 +55,8 @@ pub struct StreamReport {
     pub busy_seconds: f64,
     /// Seconds that the stream stood still, waiting for another; 0 where nothing is timed.
     pub wait_seconds: f64,
+    /// The same by the name of the stream waited for.
+    pub wait_seconds_on: BTreeMap<String, f64>,
 }
 
 /// Counts of an op's submissions.
@@ -122,10 +126,14 @@ impl Device {
     }
 
     fn new(backend: Backend, capacity: usize, budget_bytes: Option<usize>) -> Self {
+        let forget_read = match &backend {
+            Backend::Sim(backend) => lock(backend).forget_read(),
+            _ => None,
+        };
         let state = State {
-            arena: Arena::new(capacity),
+            arena: Arena::new(capacity, ALIGNMENT),
             ledger: Ledger::default(),
-            order: Order::default(),
+            order: Order::new(forget_read),
             streams: Vec::new(),
             counts: BTreeMap::new(),
             protected: HashMap::new(),
@@ -200,14 +208,77 @@ impl Device {
     /// Host memory for transfers, zeroed.
     ///
     /// # Errors
-    /// [`Error::Start`] if the system has no memory for it.
+    /// [`Error::HostMemory`] if the system has no memory for it, or refuses to lock that much.
     pub fn host_buffer(&self, bytes: usize, name: &str) -> Result<HostBuffer> {
-        let block = HostBlock::new(bytes)
-            .ok_or_else(|| Error::Start(format!("no host memory for {bytes} bytes of `{name}`")))?;
+        let failed = |reason: String| Error::HostMemory { name: name.to_string(), bytes, reason };
+        if let Backend::Sim(backend) = &self.0.backend {
+            let in_use = self.0.lock().ledger.report().host_bytes;
+            lock(backend).check_host(in_use, bytes).map_err(failed)?;
+        }
+        let block =
+            HostBlock::new(bytes).ok_or_else(|| failed("the system has not that much".to_string()))?;
+        Ok(self.host(block, bytes, name))
+    }
+
+    /// Host memory for transfers of which all is taken from the system now, zeroed, so that nothing is when it is first used.
+    ///
+    /// # Errors
+    /// As for [`Device::host_buffer`].
+    pub fn host_slab(&self, bytes: usize, name: &str) -> Result<HostBuffer> {
+        let available = crate::available_memory();
+        if !self.is_dry() && bytes > available {
+            let reason = format!("{} are available", crate::bytes(available));
+            return Err(Error::HostMemory { name: name.to_string(), bytes, reason });
+        }
+        let slab = self.host_buffer(bytes, name)?;
+        if !self.is_dry() {
+            slab.0.block.touch();
+        }
+        Ok(slab)
+    }
+
+    /// Host memory for transfers without a size of its own: address space, of which pages are taken from the system when
+    /// first touched. It counts for nothing in [`Device::memory`].
+    ///
+    /// # Errors
+    /// [`Error::HostMemory`] if the system gives no address space.
+    pub fn host_unlimited(&self, name: &str) -> Result<HostBuffer> {
+        let block = HostBlock::reserve().map_err(|cause| Error::HostMemory {
+            name: name.to_string(),
+            bytes: 0,
+            reason: cause.to_string(),
+        })?;
+        Ok(self.host(block, 0, name))
+    }
+
+    fn host(&self, block: HostBlock, counted: usize, name: &str) -> HostBuffer {
         let id = self.0.next_id.fetch_add(1, Ordering::Relaxed);
-        self.0.lock().ledger.add_host(bytes);
-        let inner = HostInner { device: self.0.clone(), id, name: name.to_string(), block: Arc::new(block) };
-        Ok(HostBuffer(Arc::new(inner)))
+        self.0.lock().ledger.add_host(counted);
+        let (device, name, block) = (self.0.clone(), name.to_string(), Arc::new(block));
+        HostBuffer(Arc::new(HostInner { device, id, name, block, counted }))
+    }
+
+    /// Disk space for what host memory does not hold.
+    ///
+    /// # Errors
+    /// [`Error::Disk`] if the folder cannot be written, or its disk has not that much.
+    pub fn spill_file(&self, options: &SpillOptions) -> Result<SpillFile> {
+        let block = match self.is_dry() {
+            true => FileBlock::dry(options),
+            false => FileBlock::new(options)?,
+        };
+        let id = self.0.next_id.fetch_add(1, Ordering::Relaxed);
+        Ok(SpillFile::new(self.0.clone(), id, block))
+    }
+
+    /// Device bytes in use now.
+    pub fn in_use_bytes(&self) -> usize {
+        self.0.lock().ledger.in_use_bytes()
+    }
+
+    /// The budget that the device was made with.
+    pub fn budget_bytes(&self) -> Option<usize> {
+        self.0.budget_bytes
     }
 
     /// Waits for every op of every stream.
@@ -273,6 +344,11 @@ impl Stream {
         self.device.0.submit(self.index, op)
     }
 
+    /// What it was given, and how its time went.
+    pub fn report(&self) -> StreamReport {
+        self.device.streams().swap_remove(self.index)
+    }
+
     /// Waits for every op submitted to this stream so far.
     ///
     /// # Errors
@@ -324,6 +400,7 @@ impl Shared {
             let device = match operand.place {
                 Place::Device(slice) => slice.device(),
                 Place::Host(slice) => slice.device(),
+                Place::File(slice) => slice.device(),
             };
             if !device.is_some_and(|device| Arc::ptr_eq(device, self)) {
                 return Err(Error::OtherDevice { op: op.name().to_string(), operand: operand.name });
@@ -333,6 +410,7 @@ impl Shared {
                     Access { space: Space::Device, range: slice.range(), mode: operand.mode }
                 }
                 Place::Host(slice) => slice.access(operand.mode),
+                Place::File(slice) => slice.access(operand.mode),
             });
         }
         if let Backend::Cpu(backend) = &self.backend {
@@ -361,7 +439,7 @@ impl Shared {
         count.flops += flops;
         count.bytes += bytes;
         let detached: Vec<_> = op.device_slices_mut().into_iter().filter_map(Slice::detach).collect();
-        let detached_host = op.detach_host();
+        let detached_owners = op.detach_owners();
         // The backend is handed the op under the lock, so that queues fill in the order of the stamps.
         match &self.backend {
             Backend::Cpu(backend) => backend.enqueue(Job { stamp, op, waits }),
@@ -370,7 +448,7 @@ impl Shared {
         }
         drop(state);
         // These may be the last handles, and dropping those takes the lock.
-        drop((detached, detached_host));
+        drop((detached, detached_owners));
         Ok(())
     }
 
@@ -416,6 +494,10 @@ impl Shared {
         }
     }
 
+    pub(crate) fn is_protected(&self, buffer: u64, range: &Range<usize>) -> bool {
+        self.lock().protection_of(buffer, range).is_some()
+    }
+
     pub(crate) fn free(&self, buffer: &Buffer) {
         let mut state = self.lock();
         state.ledger.remove(buffer.id);
@@ -424,8 +506,12 @@ impl Shared {
 
     pub(crate) fn free_host(&self, host: &HostInner) {
         let mut state = self.lock();
-        state.ledger.remove_host(host.block.len());
-        state.order.forget_host(host.id);
+        state.ledger.remove_host(host.counted);
+        state.order.forget(Space::Host(host.id));
+    }
+
+    pub(crate) fn forget(&self, space: Space) {
+        self.lock().order.forget(space);
     }
 }
 
@@ -434,29 +520,36 @@ impl State {
     fn check_protected(&self, op: &Op) -> Result<()> {
         for operand in op.operands().into_iter().filter(|operand| operand.mode != Mode::Read) {
             let Place::Device(slice) = operand.place else { continue };
-            let Some(ranges) = self.protected.get(&slice.buffer_id()) else { continue };
-            let (start, end) = (slice.range().start, slice.range().end);
-            if let Some((_, _, saved)) =
-                ranges.iter().find(|(_, range, _)| start < range.end && range.start < end)
-            {
-                let (op, saved) = (op.name().to_string(), saved.clone());
+            if let Some(saved) = self.protection_of(slice.buffer_id(), &slice.range()) {
+                let (op, saved) = (op.name().to_string(), saved.to_string());
                 return Err(Error::Protected { op, operand: operand.name, saved });
             }
         }
         Ok(())
     }
+
+    /// What some of these bytes are protected as.
+    fn protection_of(&self, buffer: u64, bytes: &Range<usize>) -> Option<&str> {
+        let overlaps = |range: &Range<usize>| bytes.start < range.end && range.start < bytes.end;
+        let ranges = self.protected.get(&buffer)?;
+        ranges.iter().find(|(_, range, _)| overlaps(range)).map(|(.., saved)| saved.as_str())
+    }
 }
 
 impl Op {
-    fn detach_host(&mut self) -> Option<HostSlice> {
-        let host = match self {
-            Op::CopyOut { out, .. } => out,
-            Op::CopyIn { input, .. } => input,
-            _ => return None,
+    /// Lets go of the ownership of host memory and files, and returns it to be dropped.
+    fn detach_owners(&mut self) -> (Option<HostSlice>, Option<FileSlice>) {
+        let (host, file) = match self {
+            Op::CopyOut { out, .. } => (Some(out), None),
+            Op::CopyIn { input, .. } => (Some(input), None),
+            Op::WriteFile { input, file } => (Some(input), Some(file)),
+            Op::ReadFile { file, out } => (Some(out), Some(file)),
+            _ => (None, None),
         };
-        let owned = host.clone();
-        host.detach();
-        Some(owned)
+        let owned = (host.as_deref().cloned(), file.as_deref().cloned());
+        host.into_iter().for_each(HostSlice::detach);
+        file.into_iter().for_each(FileSlice::detach);
+        owned
     }
 }
 

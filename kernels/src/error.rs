@@ -1,6 +1,6 @@
 //! What can go wrong in the device layer.
 
-use std::fmt;
+use std::{fmt, path::PathBuf};
 
 /// Result of the device layer.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -85,6 +85,36 @@ pub enum Error {
         /// The op.
         op: String,
         /// Why.
+        message: String,
+    },
+    /// Both ends of a part of a file must be multiples of an alignment.
+    #[error("bytes {start}..{end} of a file: both ends must be multiples of {alignment}")]
+    Unaligned {
+        /// First.
+        start: usize,
+        /// One past the last.
+        end: usize,
+        /// What they must be multiples of.
+        alignment: usize,
+    },
+    /// The system has no memory for a host buffer, or does not let more be locked.
+    #[error("no host memory for `{name}`: {} wanted, {reason}", crate::bytes(*bytes))]
+    HostMemory {
+        /// The buffer's name.
+        name: String,
+        /// Its bytes.
+        bytes: usize,
+        /// What there is instead, and what may help.
+        reason: String,
+    },
+    /// The disk does not give what was asked of it.
+    #[error("no room for {what} in {}: {message}", folder.display())]
+    Disk {
+        /// What was wanted.
+        what: String,
+        /// The folder.
+        folder: PathBuf,
+        /// The system's reason.
         message: String,
     },
     /// The system could not give what the device needs at start.

@@ -126,6 +126,10 @@ impl Ledger {
         self.report.host_bytes -= bytes;
     }
 
+    pub(crate) fn in_use_bytes(&self) -> usize {
+        self.report.current_bytes
+    }
+
     pub(crate) fn reset_peaks(&mut self) {
         let report = &mut self.report;
         report.peak = report.current;

@@ -32,7 +32,10 @@ mod memory;
 pub mod op;
 mod order;
 pub mod rng;
+mod spill;
+mod system;
 
+pub use arena::Arena;
 pub use backend::{DropWaits, SimOptions};
 pub use buffer::{HostBuffer, HostSlice, Protection, Slice};
 pub use device::{CpuOptions, Device, OpCount, Stream, StreamReport};
@@ -40,3 +43,5 @@ pub use dtype::{DType, Element};
 pub use error::{Error, OutOfMemory, Result, bytes};
 pub use ledger::{Category, MemoryReport};
 pub use op::Op;
+pub use spill::{FILE_ALIGNMENT, FileSlice, SpillFile, SpillOptions};
+pub use system::available_memory;

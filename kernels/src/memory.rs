@@ -4,6 +4,7 @@
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
+    io,
     ptr::NonNull,
     sync::atomic::{AtomicBool, Ordering},
 };
@@ -20,20 +21,15 @@ pub(crate) struct Memory {
 
 impl Memory {
     /// Reserves `bytes`, or without a budget as much address space as the system allows.
-    pub(crate) fn reserve(budget_bytes: Option<usize>) -> std::io::Result<Self> {
-        let mut bytes = budget_bytes.unwrap_or(UNLIMITED_BYTES);
-        loop {
-            match memmap2::MmapOptions::new().len(bytes.max(1)).no_reserve_swap().map_anon() {
-                Ok(map) => {
-                    // Fewer page faults and TLB misses; a system without huge pages works all the same.
-                    #[cfg(target_os = "linux")]
-                    let _ = map.advise(memmap2::Advice::HugePage);
-                    return Ok(Memory { map: map.into() });
-                }
-                Err(error) if budget_bytes.is_some() || bytes <= 1 << 30 => return Err(error),
-                Err(_) => bytes /= 2,
-            }
-        }
+    pub(crate) fn reserve(budget_bytes: Option<usize>) -> io::Result<Self> {
+        let map = match budget_bytes {
+            Some(bytes) => map(bytes)?,
+            None => map_unlimited()?,
+        };
+        // Fewer page faults and TLB misses; a system without huge pages works all the same.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(Memory { map: map.into() })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -103,6 +99,22 @@ impl Memory {
     }
 }
 
+/// Address space whose pages, zero until written, are taken from the system when first touched.
+fn map(bytes: usize) -> io::Result<memmap2::MmapMut> {
+    memmap2::MmapOptions::new().len(bytes.max(1)).no_reserve_swap().map_anon()
+}
+
+/// As much address space as the system allows, up to [`UNLIMITED_BYTES`].
+fn map_unlimited() -> io::Result<memmap2::MmapMut> {
+    let mut bytes = UNLIMITED_BYTES;
+    loop {
+        match map(bytes) {
+            Err(_) if bytes > 1 << 30 => bytes /= 2,
+            result => return result,
+        }
+    }
+}
+
 /// Alignment of host blocks: a page, as direct I/O and pinning want it.
 const HOST_ALIGNMENT: usize = 4096;
 
@@ -110,6 +122,8 @@ const HOST_ALIGNMENT: usize = 4096;
 pub(crate) struct HostBlock {
     start: NonNull<u8>,
     len: usize,
+    /// Where the memory is a map; else it is the allocator's.
+    map: Option<memmap2::MmapRaw>,
     /// The host is reading or writing it; guarded by the device's lock.
     pub(crate) busy: AtomicBool,
 }
@@ -122,10 +136,33 @@ unsafe impl Sync for HostBlock {}
 impl HostBlock {
     /// `None` if the system has no memory for it.
     pub(crate) fn new(len: usize) -> Option<Self> {
+        // The allocator writes zeros to aligned memory; pages of a map are zero without being touched.
+        if len >= 64 << 10 {
+            return memmap2::MmapOptions::new().len(len).map_anon().and_then(Self::of_map).ok();
+        }
         let layout = Self::layout(len)?;
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(HostBlock { start, len, busy: AtomicBool::new(false) })
+        Some(HostBlock { start, len, map: None, busy: AtomicBool::new(false) })
+    }
+
+    /// Address space whose pages are taken from the system when first touched: as much as it allows.
+    pub(crate) fn reserve() -> io::Result<Self> {
+        map_unlimited().and_then(Self::of_map)
+    }
+
+    fn of_map(map: memmap2::MmapMut) -> io::Result<Self> {
+        let map = memmap2::MmapRaw::from(map);
+        let start = NonNull::new(map.as_mut_ptr()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(HostBlock { start, len: map.len(), map: Some(map), busy: AtomicBool::new(false) })
+    }
+
+    /// Takes every page from the system now, not when it is first used.
+    pub(crate) fn touch(&self) {
+        for at in (0..self.len).step_by(HOST_ALIGNMENT) {
+            // SAFETY: inside the block, which nobody else has yet.
+            unsafe { self.start.as_ptr().add(at).write_volatile(0) };
+        }
     }
 
     fn layout(len: usize) -> Option<Layout> {
@@ -164,7 +201,9 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.len) {
+        if self.map.is_none()
+            && let Some(layout) = Self::layout(self.len)
+        {
             // SAFETY: allocated in `new` with the same layout.
             unsafe { dealloc(self.start.as_ptr(), layout) }
         }

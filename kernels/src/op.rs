@@ -11,7 +11,7 @@
 
 use std::{fmt, sync::Arc};
 
-use crate::{DType, Error, HostSlice, Result, Slice};
+use crate::{DType, Error, FileSlice, HostSlice, Result, Slice};
 
 /// Dropout from a counter: which elements survive is a pure function of the key and the element's index, so nothing is
 /// stored for backward and a recomputed forward draws the same mask.
@@ -416,6 +416,51 @@ pub enum Op {
         /// To.
         out: Slice,
     },
+    /// Host memory to a file, past any device.
+    WriteFile {
+        /// From; as long as `file`.
+        input: HostSlice,
+        /// To.
+        file: FileSlice,
+    },
+    /// A file to host memory.
+    ReadFile {
+        /// From.
+        file: FileSlice,
+        /// To; as long as `file`.
+        out: HostSlice,
+    },
+    /// One bit an element: bit `i % 8` of byte `i / 8` says whether element `i` is not 0.
+    BitsEncode {
+        /// u8.
+        input: Slice,
+        /// u8, an eighth as many, rounded up.
+        out: Slice,
+    },
+    /// From bits to elements that are 0 or 1.
+    BitsDecode {
+        /// u8, an eighth as many, rounded up.
+        input: Slice,
+        /// u8.
+        out: Slice,
+    },
+    /// `out = max(out, max |input - other|)`; elements that are finite on neither side count as equal, those that are on one
+    /// alone as infinitely far.
+    MaxDifference {
+        /// f32.
+        input: Slice,
+        /// f32.
+        other: Slice,
+        /// One f32, updated.
+        out: Slice,
+    },
+    /// A 64-bit XXH3 checksum of the bytes, low word first.
+    Checksum {
+        /// Any dtype.
+        input: Slice,
+        /// Two u32.
+        out: Slice,
+    },
     /// `out += input`.
     Add {
         /// Added.
@@ -545,6 +590,8 @@ pub enum Place<'a> {
     Device(&'a Slice),
     /// In host memory.
     Host(&'a HostSlice),
+    /// In a file.
+    File(&'a FileSlice),
 }
 
 /// One operand of an op.
@@ -564,6 +611,14 @@ pub struct Operand<'a> {
 
 fn device<'a>(name: &'static str, slice: &'a Slice, mode: Mode, len: usize) -> Operand<'a> {
     Operand { name, place: Place::Device(slice), mode, expected_len: len, expected_dtype: Some(DType::F32) }
+}
+
+fn host<'a>(name: &'static str, slice: &'a HostSlice, mode: Mode, bytes: usize) -> Operand<'a> {
+    Operand { name, place: Place::Host(slice), mode, expected_len: bytes, expected_dtype: None }
+}
+
+fn in_file(file: &FileSlice, mode: Mode) -> Operand<'_> {
+    Operand { name: "file", place: Place::File(file), mode, expected_len: file.bytes(), expected_dtype: None }
 }
 
 impl<'a> Operand<'a> {
@@ -586,6 +641,12 @@ impl Op {
             Op::Int8Decode { .. } => "int8_decode",
             Op::CopyOut { .. } => "copy_out",
             Op::CopyIn { .. } => "copy_in",
+            Op::WriteFile { .. } => "write_file",
+            Op::ReadFile { .. } => "read_file",
+            Op::BitsEncode { .. } => "bits_encode",
+            Op::BitsDecode { .. } => "bits_decode",
+            Op::MaxDifference { .. } => "max_difference",
+            Op::Checksum { .. } => "checksum",
             Op::Add { .. } => "add",
             Op::Dropout { .. } => "dropout",
             Op::Gemm(_) => "gemm",
@@ -608,9 +669,9 @@ impl Op {
         }
     }
 
-    /// Whether the op moves bytes between device and host rather than computes.
+    /// Whether the op moves bytes between device, host and disk rather than computes.
     pub fn is_transfer(&self) -> bool {
-        matches!(self, Op::CopyOut { .. } | Op::CopyIn { .. })
+        matches!(self, Op::CopyOut { .. } | Op::CopyIn { .. } | Op::WriteFile { .. } | Op::ReadFile { .. })
     }
 
     /// Every slice the op touches, what it does to it, and what length and dtype it must have.
@@ -628,23 +689,32 @@ impl Op {
             ],
             Op::CopyOut { input, out } => vec![
                 device("input", input, Read, input.len()).any_dtype(),
-                Operand {
-                    name: "out",
-                    place: Place::Host(out),
-                    mode: Write,
-                    expected_len: input.bytes(),
-                    expected_dtype: None,
-                },
+                host("out", out, Write, input.bytes()),
             ],
             Op::CopyIn { input, out } => vec![
-                Operand {
-                    name: "input",
-                    place: Place::Host(input),
-                    mode: Read,
-                    expected_len: out.bytes(),
-                    expected_dtype: None,
-                },
+                host("input", input, Read, out.bytes()),
                 device("out", out, Write, out.len()).any_dtype(),
+            ],
+            Op::WriteFile { input, file } => {
+                vec![host("input", input, Read, file.bytes()), in_file(file, Write)]
+            }
+            Op::ReadFile { file, out } => vec![in_file(file, Read), host("out", out, Write, file.bytes())],
+            Op::BitsEncode { input, out } => vec![
+                device("input", input, Read, input.len()).dtype(DType::U8),
+                device("out", out, Write, input.len().div_ceil(8)).dtype(DType::U8),
+            ],
+            Op::BitsDecode { input, out } => vec![
+                device("input", input, Read, out.len().div_ceil(8)).dtype(DType::U8),
+                device("out", out, Write, out.len()).dtype(DType::U8),
+            ],
+            Op::MaxDifference { input, other, out } => vec![
+                device("input", input, Read, input.len()),
+                device("other", other, Read, input.len()),
+                device("out", out, Update, 1),
+            ],
+            Op::Checksum { input, out } => vec![
+                device("input", input, Read, input.len()).any_dtype(),
+                device("out", out, Write, 2).dtype(DType::U32),
             ],
             Op::Add { input, out } => {
                 vec![device("input", input, Read, out.len()), device("out", out, Update, out.len())]
@@ -804,10 +874,15 @@ impl Op {
             | Op::Cast { input, out }
             | Op::Int8Encode { input, out, .. }
             | Op::Int8Decode { input, out, .. }
+            | Op::BitsEncode { input, out }
+            | Op::BitsDecode { input, out }
+            | Op::Checksum { input, out }
             | Op::Add { input, out }
             | Op::Gelu { input, out, .. }
             | Op::Sum { input, out, .. }
             | Op::SumSquares { input, out } => vec![input, out],
+            Op::MaxDifference { input, other, out } => vec![input, other, out],
+            Op::WriteFile { .. } | Op::ReadFile { .. } => vec![],
             Op::CopyOut { input, .. } => vec![input],
             Op::CopyIn { out, .. } => vec![out],
             Op::Dropout { data, .. } => vec![data],
@@ -883,7 +958,7 @@ impl Op {
         let moved = |operand: &Operand<'_>| {
             let bytes = match operand.place {
                 Place::Device(slice) => slice.bytes(),
-                Place::Host(_) => 0,
+                Place::Host(_) | Place::File(_) => 0,
             } as u64;
             if operand.mode == Mode::Update { 2 * bytes } else { bytes }
         };
@@ -901,6 +976,7 @@ impl Op {
             let (len, dtype) = match operand.place {
                 Place::Device(slice) => (slice.len(), Some(slice.dtype())),
                 Place::Host(slice) => (slice.bytes(), None),
+                Place::File(slice) => (slice.bytes(), None),
             };
             let wrong_dtype = operand.expected_dtype.is_some() && operand.expected_dtype != dtype;
             if len != operand.expected_len || wrong_dtype {
@@ -977,6 +1053,7 @@ impl Place<'_> {
                 same_device && a.range().start < b.range().end && b.range().start < a.range().end
             }
             (Place::Host(a), Place::Host(b)) => a.overlaps(b),
+            (Place::File(a), Place::File(b)) => a.overlaps(b),
             _ => false,
         }
     }

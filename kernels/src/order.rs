@@ -1,7 +1,7 @@
 //! Order is derived, never written.
 //!
 //! A stream runs its ops in the order of submission; streams run beside each other. For each byte of device memory and
-//! of host buffers this layer remembers the last writer and every reader since, as stamps (stream, number). A new op
+//! of host buffers and files this layer remembers the last writer and every reader since, as stamps (stream, number). A new op
 //! must come after the last writer of what it reads, and after the last writer and all readers of what it writes. From
 //! these the waits on other streams follow, less those that are implied already: each stream carries a vector clock of
 //! what it has waited for, and a wait brings along what the waited-for op had itself waited for.
@@ -30,6 +30,7 @@ pub(crate) struct Stamp {
 pub(crate) enum Space {
     Device,
     Host(u64),
+    File(u64),
 }
 
 /// One operand, as the order layer sees it.
@@ -169,11 +170,19 @@ struct StreamOrder {
 #[derive(Default)]
 pub(crate) struct Order {
     device: History,
-    host: HashMap<u64, History>,
+    /// Host buffers and files.
+    others: HashMap<Space, History>,
     streams: Vec<StreamOrder>,
+    /// A negative control of tests: this read, counted from 0, is not remembered.
+    forget_read: Option<u64>,
+    reads: u64,
 }
 
 impl Order {
+    pub(crate) fn new(forget_read: Option<u64>) -> Self {
+        Order { forget_read, ..Order::default() }
+    }
+
     pub(crate) fn add_stream(&mut self) -> usize {
         self.streams.push(StreamOrder::default());
         self.streams.len() - 1
@@ -217,6 +226,12 @@ impl Order {
             }
         }
         for access in accesses {
+            if access.mode == Mode::Read {
+                self.reads += 1;
+                if self.forget_read == Some(self.reads - 1) {
+                    continue;
+                }
+            }
             self.history_mut(access.space).record(access.range.clone(), access.mode, stamp);
         }
         (stamp, waits)
@@ -235,14 +250,14 @@ impl Order {
         self.streams.iter().enumerate().map(tail).collect()
     }
 
-    pub(crate) fn forget_host(&mut self, id: u64) {
-        self.host.remove(&id);
+    pub(crate) fn forget(&mut self, space: Space) {
+        self.others.remove(&space);
     }
 
     fn conflicts(&self, access: &Access, mut before: impl FnMut(Stamp)) {
         let history = match access.space {
             Space::Device => Some(&self.device),
-            Space::Host(id) => self.host.get(&id),
+            other => self.others.get(&other),
         };
         if let Some(history) = history {
             history.conflicts(access.range.clone(), access.mode, |stamp, _| before(stamp));
@@ -252,7 +267,7 @@ impl Order {
     fn history_mut(&mut self, space: Space) -> &mut History {
         match space {
             Space::Device => &mut self.device,
-            Space::Host(id) => self.host.entry(id).or_default(),
+            other => self.others.entry(other).or_default(),
         }
     }
 

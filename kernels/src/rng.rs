@@ -27,6 +27,31 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     c
 }
 
+/// [`philox4x32`] of the counters `[block low, block high, site, step]` of consecutive blocks: the rounds over arrays, word by
+/// word, so that they vectorise.
+#[inline(always)]
+pub(crate) fn philox4x32_blocks<const BLOCKS: usize>(
+    first: u64,
+    site: u32,
+    step: u32,
+    seed: u64,
+) -> [[u32; 4]; BLOCKS] {
+    let blocks: [u64; BLOCKS] = std::array::from_fn(|i| first + i as u64);
+    let (mut c0, mut c1) = (blocks.map(|b| b as u32), blocks.map(|b| (b >> 32) as u32));
+    let (mut c2, mut c3) = ([site; BLOCKS], [step; BLOCKS]);
+    let mut k = [seed as u32, (seed >> 32) as u32];
+    for _ in 0..10 {
+        for (((c0, c1), c2), c3) in c0.iter_mut().zip(&mut c1).zip(&mut c2).zip(&mut c3) {
+            let product0 = u64::from(MULTIPLIERS[0]) * u64::from(*c0);
+            let product1 = u64::from(MULTIPLIERS[1]) * u64::from(*c2);
+            (*c0, *c1) = ((product1 >> 32) as u32 ^ *c1 ^ k[0], product1 as u32);
+            (*c2, *c3) = ((product0 >> 32) as u32 ^ *c3 ^ k[1], product0 as u32);
+        }
+        k = [k[0].wrapping_add(WEYL[0]), k[1].wrapping_add(WEYL[1])];
+    }
+    std::array::from_fn(|i| [c0[i], c1[i], c2[i], c3[i]])
+}
+
 impl Dropout {
     /// The factors of elements `4 * block .. 4 * block + 4`: 0 where dropped, `1 / (1 - probability)` where kept.
     #[inline(always)]
@@ -63,27 +88,13 @@ impl Dropout {
         }
     }
 
-    /// [`Dropout::factors`] of consecutive blocks: the generator's rounds over arrays, word by word.
+    /// [`Dropout::factors`] of consecutive blocks.
     #[inline(always)]
     fn factors_of<const BLOCKS: usize>(&self, first: u64) -> [[f32; 4]; BLOCKS] {
-        let blocks: [u64; BLOCKS] = std::array::from_fn(|i| first + i as u64);
-        let (mut c0, mut c1) = (blocks.map(|b| b as u32), blocks.map(|b| (b >> 32) as u32));
-        let (mut c2, mut c3) = ([self.site; BLOCKS], [self.step; BLOCKS]);
-        let mut k = [self.seed as u32, (self.seed >> 32) as u32];
-        for _ in 0..10 {
-            for (((c0, c1), c2), c3) in c0.iter_mut().zip(&mut c1).zip(&mut c2).zip(&mut c3) {
-                let product0 = u64::from(MULTIPLIERS[0]) * u64::from(*c0);
-                let product1 = u64::from(MULTIPLIERS[1]) * u64::from(*c2);
-                (*c0, *c1) = ((product1 >> 32) as u32 ^ *c1 ^ k[0], product1 as u32);
-                (*c2, *c3) = ((product0 >> 32) as u32 ^ *c3 ^ k[1], product0 as u32);
-            }
-            k = [k[0].wrapping_add(WEYL[0]), k[1].wrapping_add(WEYL[1])];
-        }
         let keep = 1.0 / (1.0 - self.probability);
         let threshold = self.threshold();
-        std::array::from_fn(|i| {
-            [c0[i], c1[i], c2[i], c3[i]].map(|word| if word < threshold { 0.0 } else { keep })
-        })
+        philox4x32_blocks::<BLOCKS>(first, self.site, self.step, self.seed)
+            .map(|words| words.map(|word| if word < threshold { 0.0 } else { keep }))
     }
 
     /// Words below it drop their element: `probability · 2^32`, rounded down; at most 2^32 - 256, since an f32 below 1

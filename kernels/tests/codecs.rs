@@ -127,3 +127,55 @@ fn groups_of_another_size_are_refused() {
     let error = stream.submit(Op::Int8Encode { input, out, group: 32, rounding }).unwrap_err().to_string();
     assert_eq!(error, "int8_encode: expected a group of 64, 128 or 256, found 32");
 }
+
+/// A mask comes back as it was; what is not 0 as 1.
+fn bits_round_trip(stream: &Stream, mask: &[u8]) -> Vec<u8> {
+    let device = stream.device();
+    let alloc = |len| device.alloc(len, DType::U8, Category::Workspace, "bits").unwrap();
+    let input = stream.upload(mask, Category::Workspace, "mask").unwrap();
+    let (bits, out) = (alloc(mask.len().div_ceil(8)), alloc(mask.len()));
+    stream.submit(Op::BitsEncode { input, out: bits.clone() }).unwrap();
+    stream.submit(Op::BitsDecode { input: bits, out: out.clone() }).unwrap();
+    stream.download(&out).unwrap()
+}
+
+#[test]
+fn masks_come_back() {
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), budget_bytes: None }).unwrap();
+    let stream = device.stream("compute");
+    let mut random = fastrand::Rng::with_seed(3);
+    // More than a piece of a kernel, and every rest of a division by 8.
+    for len in (1..40).chain(400_000..400_009) {
+        let mask: Vec<u8> = (0..len).map(|_| if random.bool() { random.u8(..) } else { 0 }).collect();
+        let expected: Vec<u8> = mask.iter().map(|&element| u8::from(element != 0)).collect();
+        assert_eq!(bits_round_trip(&stream, &mask), expected, "{len}");
+    }
+}
+
+#[test]
+fn differences_and_checksums_see_one_element() {
+    let device = Device::cpu_with(CpuOptions { threads: Some(2), budget_bytes: None }).unwrap();
+    let stream = device.stream("compute");
+    let up = |values: &[f32]| stream.upload(values, Category::Workspace, "x").unwrap();
+    let difference = |a: &[f32], b: &[f32]| {
+        let out = up(&[0.0]);
+        stream.submit(Op::MaxDifference { input: up(a), other: up(b), out: out.clone() }).unwrap();
+        stream.download::<f32>(&out).unwrap()[0]
+    };
+    let checksum = |a: &[f32]| {
+        let out = device.alloc(2, DType::U32, Category::Workspace, "sum").unwrap();
+        stream.submit(Op::Checksum { input: up(a), out: out.clone() }).unwrap();
+        stream.download::<u32>(&out).unwrap()
+    };
+    let mut random = fastrand::Rng::with_seed(4);
+    let values: Vec<f32> = (0..700_001).map(|_| random.f32()).collect();
+    assert_eq!(difference(&values, &values), 0.0);
+    for at in [0, 16_384, 262_143, 262_144, 700_000] {
+        let mut other = values.clone();
+        other[at] = f32::from_bits(other[at].to_bits() ^ 1);
+        assert_eq!(difference(&values, &other), (values[at] - other[at]).abs(), "{at}");
+        assert_ne!(checksum(&values), checksum(&other), "{at}");
+    }
+    assert_eq!(difference(&[f32::NAN, 1.0], &[f32::INFINITY, 1.0]), 0.0);
+    assert_eq!(difference(&[f32::NAN], &[1.0]), f32::INFINITY);
+}

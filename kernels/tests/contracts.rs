@@ -58,6 +58,12 @@ const OPS: &[fn(Sizes, New<'_>) -> Op] = &[
     |s, new| Op::Cast { input: new(s.size(), DType::F16), out: new(s.size(), DType::BF16) },
     |s, new| Op::Cast { input: new(s.size(), DType::BF16), out: new(s.size(), DType::F32) },
     |s, new| Op::Cast { input: new(s.size(), DType::F32), out: new(s.size(), DType::F32) },
+    |s, new| Op::MaxDifference {
+        input: new(s.size(), DType::F32),
+        other: new(s.size(), DType::F32),
+        out: new(1, DType::F32),
+    },
+    |s, new| Op::Checksum { input: new(s.size(), DType::F32), out: new(2, DType::U32) },
     |s, new| Op::Add { input: new(s.size(), DType::F32), out: new(s.size(), DType::F32) },
     |s, new| Op::Dropout { data: new(s.size(), DType::F32), dropout: s.dropout() },
     |s, new| gemm(s, new, Layout::Normal, Layout::Normal, true, false),
@@ -259,7 +265,7 @@ fn adamw(s: Sizes, new: New<'_>, scaled: bool) -> Op {
 fn operands(op: &Op) -> Vec<(&'static str, Slice, Mode)> {
     let device = |place: Place<'_>| match place {
         Place::Device(slice) => slice.clone(),
-        Place::Host(_) => unreachable!("no op of the list has operands on the host"),
+        Place::Host(_) | Place::File(_) => unreachable!("no op of the list has operands off the device"),
     };
     op.operands().iter().map(|operand| (operand.name, device(operand.place), operand.mode)).collect()
 }
@@ -323,6 +329,7 @@ fn an_operand_of_another_length_or_dtype_is_refused() {
                 // Alone on its side of an op that takes any length or dtype, an operand cannot be wrong.
                 let free = match &op {
                     Op::Fill { .. } => true,
+                    Op::Checksum { .. } => wrong == 0,
                     Op::Dropout { .. } => change.0 != 0,
                     Op::Sum { .. } | Op::SumSquares { .. } | Op::ClipCoefficient { .. } => {
                         wrong == 0 && change.0 != 0

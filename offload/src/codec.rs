@@ -7,8 +7,11 @@ use ebbtide_kernels::{
     op::{Rounding, int8_bytes},
 };
 
-/// How a saved tensor is stored, on the device or in host memory. All but [`Codec::Raw`] lose bits, and apply to f32 alone;
-/// other dtypes, statistics and parameters are stored raw whatever a policy asks for.
+use crate::{CodecKind, Role};
+
+/// How a saved tensor is stored, on the device or elsewhere. [`Codec::F16`], [`Codec::BF16`] and [`Codec::Int8`] lose bits, and
+/// apply to f32 alone, [`Codec::Bits`] to masks; other dtypes, statistics and parameters are stored raw whatever a policy
+/// asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Codec {
     /// As it is.
@@ -26,6 +29,8 @@ pub enum Codec {
         /// `None` for the nearest code, a seed for stochastic rounding.
         stochastic: Option<u64>,
     },
+    /// One bit an element, for a [`Role::Mask`] of u8: elements that are not 0 come back as 1.
+    Bits,
 }
 
 impl Codec {
@@ -34,7 +39,30 @@ impl Codec {
 
     /// Whether what comes back may differ from what was saved.
     pub fn is_lossy(self) -> bool {
-        self != Codec::Raw
+        !matches!(self, Codec::Raw | Codec::Bits)
+    }
+
+    /// What bytes in this form are accounted by.
+    pub fn kind(self) -> CodecKind {
+        match self {
+            Codec::Raw => CodecKind::Raw,
+            Codec::F16 => CodecKind::F16,
+            Codec::BF16 => CodecKind::BF16,
+            Codec::Int8 { .. } => CodecKind::Int8,
+            Codec::Bits => CodecKind::Bits,
+        }
+    }
+
+    /// The codec itself where it is for such a tensor, else [`Codec::Raw`].
+    pub fn for_tensor(self, dtype: DType, role: Role) -> Codec {
+        let applies = match self {
+            Codec::Raw => true,
+            Codec::F16 | Codec::BF16 | Codec::Int8 { .. } => {
+                dtype == DType::F32 && !matches!(role, Role::Statistic | Role::Mask)
+            }
+            Codec::Bits => dtype == DType::U8 && role == Role::Mask,
+        };
+        if applies { self } else { Codec::Raw }
     }
 
     /// Length and dtype of `len` f32 elements in stored form.
@@ -44,6 +72,7 @@ impl Codec {
             Codec::F16 => (len, DType::F16),
             Codec::BF16 => (len, DType::BF16),
             Codec::Int8 { group, .. } => (int8_bytes(len, group), DType::U8),
+            Codec::Bits => (len.div_ceil(8), DType::U8),
         }
     }
 
@@ -59,6 +88,7 @@ impl Codec {
                 };
                 Op::Int8Encode { input, out, group, rounding }
             }
+            Codec::Bits => Op::BitsEncode { input, out },
         })
     }
 
@@ -68,6 +98,7 @@ impl Codec {
             Codec::Raw => return None,
             Codec::F16 | Codec::BF16 => Op::Cast { input, out },
             Codec::Int8 { group, .. } => Op::Int8Decode { input, out, group },
+            Codec::Bits => Op::BitsDecode { input, out },
         })
     }
 }
@@ -78,8 +109,17 @@ impl fmt::Display for Codec {
             Codec::Raw => f.write_str("raw"),
             Codec::F16 => f.write_str("f16"),
             Codec::BF16 => f.write_str("bf16"),
-            Codec::Int8 { group: 128, .. } => f.write_str("int8"),
-            Codec::Int8 { group, .. } => write!(f, "int8/{group}"),
+            Codec::Int8 { group, stochastic } => {
+                f.write_str("int8")?;
+                if *group != 128 {
+                    write!(f, "/{group}")?;
+                }
+                match stochastic {
+                    None => Ok(()),
+                    Some(seed) => write!(f, "~{seed}"),
+                }
+            }
+            Codec::Bits => f.write_str("bits"),
         }
     }
 }
@@ -87,15 +127,26 @@ impl fmt::Display for Codec {
 impl FromStr for Codec {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let int8 = |group| Ok(Codec::Int8 { group, stochastic: None });
-        match text {
-            "raw" => Ok(Codec::Raw),
-            "f16" => Ok(Codec::F16),
-            "bf16" => Ok(Codec::BF16),
-            "int8" | "int8/128" => int8(128),
-            "int8/64" => int8(64),
-            "int8/256" => int8(256),
-            _ => Err(format!("unknown codec `{text}`: expected raw, f16, bf16, int8, int8/64 or int8/256")),
+        let unknown = || {
+            format!(
+                "unknown codec `{text}`: expected raw, f16, bf16, bits, int8, int8/64 or int8/256, and after int8 ~ or ~SEED for \
+                 stochastic rounding"
+            )
+        };
+        let (name, stochastic) = match text.split_once('~') {
+            None => (text, None),
+            Some((name, "")) => (name, Some(0)),
+            Some((name, seed)) => (name, Some(seed.parse().map_err(|_| unknown())?)),
+        };
+        match (name, stochastic) {
+            ("raw", None) => Ok(Codec::Raw),
+            ("f16", None) => Ok(Codec::F16),
+            ("bf16", None) => Ok(Codec::BF16),
+            ("bits", None) => Ok(Codec::Bits),
+            ("int8" | "int8/128", stochastic) => Ok(Codec::Int8 { group: 128, stochastic }),
+            ("int8/64", stochastic) => Ok(Codec::Int8 { group: 64, stochastic }),
+            ("int8/256", stochastic) => Ok(Codec::Int8 { group: 256, stochastic }),
+            _ => Err(unknown()),
         }
     }
 }

@@ -3,10 +3,13 @@
 //! ```text
 //! policy  = clause { "," clause }
 //! clause  = [ pattern ":" ] action            without a pattern, everything
-//! action  = "keep" | "recompute" | "rerun"
-//!         | "offload" [ codec ]               to host memory
+//! action  = "recompute" | "rerun"
+//!         | place [ "or" "recompute" ]        recomputed where the budget has no room for what the segment saves
+//! place   = "keep"
+//!         | "offload" [ codec ] [ "disk" ]    to host memory, or to disk
 //!         | codec                             on the device, in fewer bytes
-//! codec   = "raw" | "f16" | "bf16" | "int8" | "int8/64" | "int8/256"
+//! codec   = "raw" | "f16" | "bf16" | "bits" | "int8" [ "/64" | "/128" | "/256" ] [ "~" [ seed ] ]
+//!                                             elements of a group; ~ for stochastic rounding
 //! pattern = a glob over names of segments and tensors: * any text, ? one character, [ab] one of them,
 //!           {a,b} either, 2-7 any of these numbers
 //! ```
@@ -32,7 +35,7 @@ use globset::{Glob, GlobMatcher};
 
 use crate::{
     Codec,
-    policy::{Activation, Builtin, Placement, Policy, Role, SegmentPlan},
+    policy::{Activation, Builtin, Placement, Policy, Role, SegmentPlan, Tier},
 };
 
 /// A policy in a line of text; see the module's docs for its grammar. Cloning is cheap; clones share what they have seen.
@@ -47,13 +50,15 @@ struct Clause {
     pattern: String,
     matcher: GlobMatcher,
     action: Action,
+    /// Its segments may be recomputed where there is no room.
+    or_recompute: bool,
     used: AtomicBool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     Keep(Codec),
-    Offload(Codec),
+    Offload(Tier, Codec),
     Recompute,
     Rerun,
 }
@@ -77,12 +82,22 @@ impl Expression {
     /// Whether gradients may differ from those of keeping everything.
     pub fn is_lossy(&self) -> bool {
         let lossy =
-            |action| matches!(action, Action::Keep(codec) | Action::Offload(codec) if codec.is_lossy());
+            |action| matches!(action, Action::Keep(codec) | Action::Offload(_, codec) if codec.is_lossy());
         self.clauses.iter().any(|clause| lossy(clause.action))
     }
 
-    /// The action of the last clause that matches one of the names.
-    fn action(&self, names: [Option<&str>; 2]) -> Action {
+    /// Whether anything may go to disk.
+    pub fn uses_disk(&self) -> bool {
+        self.clauses.iter().any(|clause| matches!(clause.action, Action::Offload(Tier::Disk, _)))
+    }
+
+    /// Whether anything may leave the device.
+    pub fn offloads(&self) -> bool {
+        self.clauses.iter().any(|clause| matches!(clause.action, Action::Offload(..)))
+    }
+
+    /// The action of the last clause that matches one of the names, and whether it may be recomputed instead.
+    fn action(&self, names: [Option<&str>; 2]) -> (Action, bool) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         for name in names.into_iter().flatten() {
             if !seen.contains(name) {
@@ -90,11 +105,11 @@ impl Expression {
             }
         }
         drop(seen);
-        let mut action = Action::Keep(Codec::Raw);
+        let mut action = (Action::Keep(Codec::Raw), false);
         for clause in self.clauses.iter() {
             if names.into_iter().flatten().any(|name| clause.matcher.is_match(name)) {
                 clause.used.store(true, Ordering::Relaxed);
-                action = clause.action;
+                action = (clause.action, clause.or_recompute);
             }
         }
         action
@@ -103,19 +118,20 @@ impl Expression {
 
 impl Policy for Expression {
     fn activation(&self, activation: &Activation<'_>) -> Placement {
-        let action = self.action([Some(activation.name), activation.segment]);
+        let (action, _) = self.action([Some(activation.name), activation.segment]);
         match (activation.role, action) {
             (Role::NormOutput, _) | (Role::GeluOutput, Action::Rerun) => Placement::Rerun,
             (Role::Statistic, _) => Placement::Keep(Codec::Raw),
             (_, Action::Keep(codec)) => Placement::Keep(codec),
-            (_, Action::Offload(codec)) => Placement::Offload(codec),
+            (_, Action::Offload(tier, codec)) => Placement::Offload(tier, codec),
             (_, Action::Recompute | Action::Rerun) => Placement::Keep(Codec::Raw),
         }
     }
 
     fn segment(&self, name: &str) -> SegmentPlan {
         match self.action([Some(name), None]) {
-            Action::Recompute => SegmentPlan::Recompute,
+            (Action::Recompute, _) => SegmentPlan::Recompute,
+            (_, true) => SegmentPlan::RunIfRoom,
             _ => SegmentPlan::Run,
         }
     }
@@ -177,29 +193,36 @@ fn clause(text: &str) -> Result<Clause, String> {
     let matcher = Glob::new(&with_ranges(pattern))
         .map_err(|error| format!("`{pattern}` is not a pattern: {}", error.kind()))?
         .compile_matcher();
-    let action = parse_action(action.trim())?;
+    let (action, or_recompute) = parse_action(action.trim())?;
     // What names everything cannot miss.
     let used = AtomicBool::new(pattern == "*");
-    Ok(Clause { pattern: pattern.to_string(), matcher, action, used })
+    Ok(Clause { pattern: pattern.to_string(), matcher, action, or_recompute, used })
 }
 
-fn parse_action(text: &str) -> Result<Action, String> {
+fn parse_action(text: &str) -> Result<(Action, bool), String> {
     let words: Vec<&str> = text.split_whitespace().collect();
-    match words[..] {
-        ["keep"] => Ok(Action::Keep(Codec::Raw)),
-        ["recompute"] => Ok(Action::Recompute),
-        ["rerun"] => Ok(Action::Rerun),
-        ["offload"] => Ok(Action::Offload(Codec::Raw)),
-        ["offload", codec] => codec.parse().map(Action::Offload),
-        [codec] => codec.parse().map(Action::Keep).map_err(|_| unknown(text)),
-        _ => Err(unknown(text)),
-    }
+    let (words, or_recompute) = match &words[..] {
+        [place @ .., "or", "recompute"] => (place, true),
+        words => (words, false),
+    };
+    let action = match *words {
+        ["recompute"] if !or_recompute => Action::Recompute,
+        ["rerun"] if !or_recompute => Action::Rerun,
+        ["keep"] => Action::Keep(Codec::Raw),
+        ["offload"] => Action::Offload(Tier::Host, Codec::Raw),
+        ["offload", "disk"] => Action::Offload(Tier::Disk, Codec::Raw),
+        ["offload", codec] => Action::Offload(Tier::Host, codec.parse()?),
+        ["offload", codec, "disk"] => Action::Offload(Tier::Disk, codec.parse()?),
+        [codec] => Action::Keep(codec.parse().map_err(|_| unknown(text))?),
+        _ => return Err(unknown(text)),
+    };
+    Ok((action, or_recompute))
 }
 
 fn unknown(action: &str) -> String {
     format!(
-        "unknown policy `{action}`: expected keep, recompute, rerun, offload, offload CODEC or CODEC, where a codec is raw, \
-         f16, bf16, int8, int8/64 or int8/256"
+        "unknown policy `{action}`: expected keep, recompute, rerun, offload [CODEC] [disk] or CODEC, each but recompute and rerun \
+         perhaps with `or recompute` after it; a codec is raw, f16, bf16, bits, int8, int8/64 or int8/256"
     )
 }
 
@@ -237,7 +260,8 @@ mod tests {
 
     fn at(expression: &Expression, name: &str, segment: &str, role: Role) -> Placement {
         let segment = Some(segment);
-        expression.activation(&Activation { name, shape: &[], role, segment, rerun: true })
+        let dtype = ebbtide_kernels::DType::F32;
+        expression.activation(&Activation { name, shape: &[], dtype, role, segment, rerun: true })
     }
 
     #[test]
@@ -247,7 +271,7 @@ mod tests {
         assert_eq!(policy.segment("h.7"), SegmentPlan::Run);
         assert_eq!(policy.segment("h.17"), SegmentPlan::Recompute);
         let of = |name, segment| at(&policy, name, segment, Role::Activation);
-        assert_eq!(of("h.3/mlp/linear.input", "h.3"), Placement::Offload(Codec::INT8));
+        assert_eq!(of("h.3/mlp/linear.input", "h.3"), Placement::Offload(Tier::Host, Codec::INT8));
         assert_eq!(of("h.3/attn/linear.input", "h.3"), Placement::Keep(Codec::F16));
         assert_eq!(of("h.9/mlp/linear.input", "h.9"), Placement::Keep(Codec::Raw));
         assert_eq!(of("ln_f/input", "none"), Placement::Keep(Codec::Raw));
@@ -263,19 +287,24 @@ mod tests {
             for role in
                 [Role::Activation, Role::NormOutput, Role::GeluOutput, Role::Statistic, Role::Boundary]
             {
-                let activation = Activation { name: "x", shape: &[], role, segment: None, rerun: true };
-                assert_eq!(
-                    expression.activation(&activation),
-                    policy.activation(&activation),
-                    "{builtin} {role:?}"
-                );
+                let placed = at(&expression, "x", "y", role);
+                let dtype = ebbtide_kernels::DType::F32;
+                let activation =
+                    Activation { name: "x", shape: &[], dtype, role, segment: None, rerun: true };
+                assert_eq!(placed, policy.activation(&activation), "{builtin} {role:?}");
             }
         }
         let rerun: Expression = "rerun".parse().unwrap();
         assert_eq!(at(&rerun, "x", "y", Role::GeluOutput), Placement::Rerun);
         let both: Expression = "{a,b}.1-2: int8/64, c: offload bf16".parse().unwrap();
         assert_eq!(at(&both, "b.2", "", Role::Activation), Placement::Keep("int8/64".parse().unwrap()));
-        assert_eq!(at(&both, "c", "", Role::Activation), Placement::Offload(Codec::BF16));
+        assert_eq!(at(&both, "c", "", Role::Activation), Placement::Offload(Tier::Host, Codec::BF16));
+        let disk: Expression = "offload disk, y: offload int8~7 disk or recompute".parse().unwrap();
+        assert_eq!(at(&disk, "x", "z", Role::Activation), Placement::Offload(Tier::Disk, Codec::Raw));
+        let stochastic = Codec::Int8 { group: 128, stochastic: Some(7) };
+        assert_eq!(at(&disk, "x", "y", Role::Activation), Placement::Offload(Tier::Disk, stochastic));
+        assert_eq!((disk.segment("y"), disk.segment("z")), (SegmentPlan::RunIfRoom, SegmentPlan::Run));
+        assert!(disk.uses_disk() && disk.is_lossy() && !both.uses_disk());
     }
 
     #[test]
@@ -297,6 +326,10 @@ mod tests {
             ("h.*: offload int4", "unknown codec `int4`: expected raw, f16"),
             ("h.[: keep", "`h.[` is not a pattern"),
             ("keep,", "unknown policy ``"),
+            ("recompute or recompute", "unknown policy"),
+            ("offload disk int8", "unknown policy"),
+            ("offload int8~x", "~SEED"),
+            ("f16~", "unknown policy"),
         ] {
             let error = text.parse::<Expression>().unwrap_err();
             assert!(error.contains(expected), "{text}: {error}");

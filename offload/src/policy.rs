@@ -2,6 +2,8 @@
 
 use std::{fmt, str::FromStr};
 
+use ebbtide_kernels::DType;
+
 use crate::Codec;
 
 /// What a policy is told about a tensor that backward will need.
@@ -11,12 +13,31 @@ pub struct Activation<'a> {
     pub name: &'a str,
     /// Its shape.
     pub shape: &'a [usize],
+    /// Its elements' type.
+    pub dtype: DType,
     /// What it is to backward.
     pub role: Role,
     /// The innermost segment that it belongs to.
     pub segment: Option<&'a str>,
     /// It can be made again cheaply from other saved tensors: [`Placement::Rerun`] is allowed.
     pub rerun: bool,
+}
+
+impl Activation<'_> {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len() * self.dtype.size_bytes()
+    }
 }
 
 /// What a saved tensor is to backward.
@@ -36,8 +57,34 @@ pub enum Role {
     Attention,
     /// Mean, reciprocal deviation, logsumexp: small, and never lossy.
     Statistic,
+    /// Elements that are 0 or 1.
+    Mask,
     /// Anything else.
     Activation,
+}
+
+/// Memory that is not the device's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Tier {
+    /// A slab of host memory, pinned where the device copies from such memory alone.
+    #[default]
+    Host,
+    /// A file without a name.
+    Disk,
+}
+
+impl Tier {
+    /// All of them.
+    pub const ALL: [Tier; 2] = [Tier::Host, Tier::Disk];
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Tier::Host => "host",
+            Tier::Disk => "disk",
+        })
+    }
 }
 
 /// Where a saved tensor goes.
@@ -45,8 +92,9 @@ pub enum Role {
 pub enum Placement {
     /// It stays on the device; unless raw, in fewer bytes.
     Keep(Codec),
-    /// It goes to host memory, and comes back before backward needs it; the link carries the stored form.
-    Offload(Codec),
+    /// It leaves the device and comes back before backward needs it; the link carries the stored form. Where the tier is full
+    /// it goes to the next (from the host to the disk), or stays.
+    Offload(Tier, Codec),
     /// It is not saved, but made again from others when backward needs it. Only where [`Activation::rerun`] says so;
     /// elsewhere it is kept.
     Rerun,
@@ -59,9 +107,11 @@ pub enum SegmentPlan {
     Run,
     /// It saves its input alone, and runs again in backward (activation checkpointing).
     Recompute,
+    /// As [`SegmentPlan::Run`] while the budget has room for what the segment saves, else as [`SegmentPlan::Recompute`].
+    RunIfRoom,
 }
 
-/// Decides, for each tensor and each segment.
+/// Decides, for each tensor and each segment. A closure that places tensors is a policy too, which runs each segment once.
 pub trait Policy: Send + Sync {
     /// Where a tensor goes.
     fn activation(&self, activation: &Activation<'_>) -> Placement;
@@ -69,6 +119,15 @@ pub trait Policy: Send + Sync {
     fn segment(&self, name: &str) -> SegmentPlan {
         let _ = name;
         SegmentPlan::Run
+    }
+}
+
+impl<F> Policy for F
+where
+    F: Fn(&Activation<'_>) -> Placement + Send + Sync,
+{
+    fn activation(&self, activation: &Activation<'_>) -> Placement {
+        self(activation)
     }
 }
 
@@ -107,7 +166,7 @@ impl Policy for OffloadAll {
         match activation.role {
             Role::NormOutput => Placement::Rerun,
             Role::Statistic => Placement::Keep(Codec::Raw),
-            _ => Placement::Offload(Codec::Raw),
+            _ => Placement::Offload(Tier::Host, Codec::Raw),
         }
     }
 }

@@ -10,7 +10,7 @@ use ebbtide::{
     offload::Expression,
 };
 
-use super::{per_second, warn_if_unoptimised};
+use super::{TierArgs, per_second, warn_if_unoptimised};
 
 #[derive(Args)]
 pub(crate) struct BenchArgs {
@@ -26,7 +26,7 @@ pub(crate) struct BenchArgs {
     /// What the model computes in: f32
     #[arg(long, default_value_t = Precision::F32)]
     precision: Precision,
-    /// Where saved activations go: keep, recompute, offload, int8, offload int8, or PATTERN: ACTION, …
+    /// Where saved activations go: keep, recompute, offload, offload disk, int8, offload int8, or PATTERN: ACTION, …
     #[arg(long, default_value_t = Expression::default())]
     policy: Expression,
     /// Steps to take the median of, after one to warm up
@@ -35,9 +35,14 @@ pub(crate) struct BenchArgs {
     /// The device's memory budget, such as 3GiB
     #[arg(long)]
     memory: Option<Bytes>,
+    /// Keep the optimizer's moments in host memory
+    #[arg(long)]
+    offload_optimizer: bool,
     /// Threads of the kernels
     #[arg(long)]
     threads: Option<usize>,
+    #[command(flatten)]
+    tiers: TierArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -52,6 +57,8 @@ pub(super) fn bench(args: BenchArgs) -> Result<()> {
         policy: args.policy.clone(),
         threads: args.threads,
         budget_bytes: args.memory.map(|memory| memory.0),
+        offload_optimizer: args.offload_optimizer,
+        tiers: args.tiers.tiers(),
     };
     let report = Bench::new(&options)?.run(args.steps)?;
     if args.json {
@@ -71,7 +78,10 @@ pub(super) fn bench(args: BenchArgs) -> Result<()> {
     println!("{} tokens/s, {:.3} s a step", per_second(report.tokens_per_second), report.seconds_per_step);
     println!("{:.1} GFLOP/s in products", report.flops_per_second / 1e9);
     println!("saved for backward  {}", bytes(report.saved_bytes as usize));
-    println!("sent to the host    {}", bytes(report.offloaded_bytes as usize));
+    println!("sent out            {}", bytes(report.offloaded_bytes as usize));
+    if let Some(hidden) = report.offload.hidden_share {
+        println!("transfers hidden    {:.1} %", 100.0 * hidden);
+    }
     println!(
         "device at most      {}, {} of it beside weights, gradients and moments",
         bytes(report.peak_device_bytes),

@@ -6,13 +6,15 @@ mod data;
 mod eval;
 mod export;
 mod pack;
+mod plan;
 mod run;
 mod sample;
 mod train;
 
-use std::process::ExitCode;
+use std::{path::PathBuf, process::ExitCode};
 
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
+use ebbtide::config::{Bytes, Tiers};
 
 /// Trains models larger than the device, within one memory budget.
 #[derive(Parser)]
@@ -34,6 +36,8 @@ enum Command {
     Sample(sample::SampleArgs),
     /// Write a run's model as `transformers` reads it
     Export(export::ExportArgs),
+    /// What a training step will need, without running it
+    Plan(plan::PlanArgs),
     /// Time and weigh training steps
     Bench(bench::BenchArgs),
     /// Ask what a run sees of its data
@@ -49,6 +53,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Eval(args) => eval::eval(args),
         Command::Sample(args) => sample::sample(args),
         Command::Export(args) => export::export(args),
+        Command::Plan(args) => plan::plan_step(args),
         Command::Bench(args) => bench::bench(args),
         Command::Data(args) => data::data(args),
         Command::BenchLoader(args) => bench_loader::bench_loader(args),
@@ -58,6 +63,39 @@ pub(crate) fn main() -> ExitCode {
         Err(error) => {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
+        }
+    }
+}
+
+/// Where offloaded activations go.
+#[derive(Args)]
+struct TierArgs {
+    /// Most host memory for offloaded activations, such as 4GiB [default: what a step needs]
+    #[arg(long)]
+    host_memory: Option<Bytes>,
+    /// Disk space for them: for a policy that names the disk, and for what host memory does not hold [default: what a step needs
+    /// of a policy that names it, else none]
+    #[arg(long)]
+    disk_memory: Option<Bytes>,
+    /// A folder of the disk to use; nothing is seen in it [default: the run's own]
+    #[arg(long)]
+    spill: Option<PathBuf>,
+    /// Hold checksums of what comes back from disk and of what is computed again
+    #[arg(long)]
+    verify: bool,
+    /// Measure the largest error of each lossy codec
+    #[arg(long)]
+    measure_errors: bool,
+}
+
+impl TierArgs {
+    fn tiers(&self) -> Tiers {
+        Tiers {
+            host_memory: self.host_memory,
+            disk_memory: self.disk_memory,
+            spill: self.spill.clone(),
+            verify: self.verify,
+            measure_errors: self.measure_errors,
         }
     }
 }

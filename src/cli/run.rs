@@ -166,19 +166,19 @@ impl Metrics {
 }
 
 /// The engine that a run computes on.
-pub(super) fn engine(config: &Config) -> Result<Engine> {
+pub(super) fn engine(config: &Config, offload: OffloadOptions) -> Result<Engine> {
     let options = CpuOptions {
         threads: config.training.threads,
         budget_bytes: config.training.memory.map(|memory| memory.0),
     };
     let device = Device::cpu_with(options)?;
-    Ok(Engine::new(&device, Box::new(config.training.policy.0.clone()), OffloadOptions::default())?)
+    Ok(Engine::new(&device, Box::new(config.training.policy.0.clone()), offload)?)
 }
 
 /// A run's model for inference, from its newest checkpoint, with its engine.
 pub(super) fn open_model(folder: &RunFolder, config: &Config) -> Result<(Engine, Gpt2)> {
     let checkpoint = folder.latest()?;
-    let engine = engine(config)?;
+    let engine = engine(config, OffloadOptions::default())?;
     let model = Gpt2::new(&engine, config.model, 0, false)?;
     checkpoint::load_weights(&engine, model.parameters(), &checkpoint)?;
     Ok((engine, model))

@@ -13,6 +13,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebbtide::{
+    account::Account,
     config::{Bytes, Config, ConfigFile, Overrides, Precision},
     engine::{
         Batch, Trainer, TrainerOptions, checkpoint,
@@ -21,16 +22,16 @@ use ebbtide::{
         hugging_face,
         plan::{Fit, StepShape, least_budget, nearest_fit, plan},
     },
-    kernels::bytes,
+    kernels::{Category, bytes},
     loader::{PrefetchOptions, Prefetcher, Sampler, TokenBatch, Windows},
-    offload::{Expression, OffloadOptions, policy::Builtin},
+    offload::{Expression, OffloadOptions, OffloadReport, TransferTimes, policy::Builtin},
     tokenizer::Tokenizer,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    per_second,
+    TierArgs, per_second,
     run::{Metrics, RunData, RunFolder, engine},
     warn_if_unoptimised,
 };
@@ -51,7 +52,7 @@ pub(crate) struct TrainArgs {
     /// Share of elements dropped, in [0, 1)
     #[arg(long)]
     dropout: Option<f32>,
-    /// Where saved activations go: keep, recompute, offload, int8, offload int8, or PATTERN: ACTION, …
+    /// Where saved activations go: keep, recompute, offload, offload disk, int8, offload int8, or PATTERN: ACTION, …
     #[arg(long)]
     policy: Option<Expression>,
     /// The device's memory budget, such as 512MiB
@@ -69,9 +70,14 @@ pub(crate) struct TrainArgs {
     /// Micro-batches of a step
     #[arg(long)]
     accumulate: Option<usize>,
+    /// Keep the optimizer's moments in host memory, chunks of which pass through the device at each step
+    #[arg(long)]
+    offload_optimizer: bool,
     /// Threads of the kernels; results do not depend on it
     #[arg(long)]
     threads: Option<usize>,
+    #[command(flatten)]
+    tiers: TierArgs,
     /// Go on from the newest checkpoint of --out
     #[arg(long, requires = "out")]
     resume: bool,
@@ -103,8 +109,10 @@ struct StepMetrics {
     peak_device_bytes: usize,
     /// Bytes that forward saved for backward, as they are stored.
     saved_bytes: u64,
-    /// Bytes sent to host memory.
+    /// Bytes sent to host memory and disk.
     offloaded_bytes: u64,
+    /// The offload runtime's account of the step.
+    offload: Account,
     loader_wait_seconds: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     validation_loss: Option<f32>,
@@ -120,6 +128,8 @@ struct Summary {
     validation_loss: Option<f32>,
     unigram_entropy: f64,
     peak_device_bytes: usize,
+    /// The offload runtime's account since the last start.
+    offload: Account,
     interrupted: bool,
 }
 
@@ -137,14 +147,9 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     if args.resume && !resumes {
         eprintln!("{}: nothing to resume, so a new run starts", folder.path().display());
     }
-    let shape = StepShape {
-        model: config.model,
-        batch: config.training.batch,
-        context: config.training.context,
-        accumulate: config.training.accumulate,
-    };
+    let shape = step_shape(&config);
     check_policy(&config, &shape)?;
-    check_budget(&config, &shape)?;
+    check_budget(&config, &shape, &folder)?;
     let last = if resumes { checkpoint::latest(&folder.checkpoints())? } else { None };
     check_disk(&config, &folder)?;
     if !resumes {
@@ -153,11 +158,23 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     // A run that goes on keeps what it was asked for this time: its steps above all.
     folder.create(&config)?;
     let data = folder.data(&config)?;
-    let mut run = Run::start(config, folder, data)?;
+    let offload =
+        config.tiers.options(&shape, &config.training.policy.0, config.training.memory, folder.path())?;
+    let mut run = Run::start(config, folder, data, offload)?;
     if let Some(last) = last {
         run.resume(&last)?;
     }
     run.train()
+}
+
+fn step_shape(config: &Config) -> StepShape {
+    StepShape {
+        model: config.model,
+        batch: config.training.batch,
+        context: config.training.context,
+        accumulate: config.training.accumulate,
+        offload_optimizer: config.training.offload_optimizer,
+    }
 }
 
 fn overrides(args: &TrainArgs) -> Overrides {
@@ -172,6 +189,8 @@ fn overrides(args: &TrainArgs) -> Overrides {
         batch: args.batch,
         accumulate: args.accumulate,
         threads: args.threads,
+        offload_optimizer: args.offload_optimizer.then_some(true),
+        tiers: args.tiers.tiers(),
     }
 }
 
@@ -215,7 +234,7 @@ fn check_files(config: &Config) -> Result<()> {
 /// Holds the policy's patterns against the names that a step has.
 fn check_policy(config: &Config, shape: &StepShape) -> Result<()> {
     let policy = &config.training.policy.0;
-    plan(shape, policy.clone(), OffloadOptions::default(), None)?;
+    plan(shape, policy.clone(), &OffloadOptions::default(), None)?;
     match policy.unmatched().first() {
         Some((pattern, nearest)) => bail!(
             "policy: `{pattern}` matches no segment and no tensor; the nearest names are {}",
@@ -226,10 +245,10 @@ fn check_policy(config: &Config, shape: &StepShape) -> Result<()> {
 }
 
 /// Holds the budget against what a step needs, and says which setting would fit.
-fn check_budget(config: &Config, shape: &StepShape) -> Result<()> {
+fn check_budget(config: &Config, shape: &StepShape, folder: &RunFolder) -> Result<()> {
     let Some(Bytes(budget)) = config.training.memory else { return Ok(()) };
     let training = &config.training;
-    let options = OffloadOptions::default();
+    let options = &config.tiers.unsized_options(&training.policy.0, folder.path());
     let needed = least_budget(shape, training.policy.0.clone(), options)?;
     if needed <= budget {
         return Ok(());
@@ -297,11 +316,13 @@ struct Run {
     tokens: u64,
     seconds: f64,
     entropy: f64,
+    moved: OffloadReport,
+    times: TransferTimes,
 }
 
 impl Run {
-    fn start(config: Config, folder: RunFolder, data: RunData) -> Result<Self> {
-        let engine = engine(&config)?;
+    fn start(config: Config, folder: RunFolder, data: RunData, offload: OffloadOptions) -> Result<Self> {
+        let engine = engine(&config, offload)?;
         let model = Gpt2::new(&engine, config.model, config.training.seed, true)?;
         if let Some(weights) = &config.data.weights {
             hugging_face::load_weights(&engine, model.parameters(), weights)?;
@@ -310,6 +331,7 @@ impl Run {
             optimizer: config.optimizer,
             schedule: config.schedule,
             seed: config.training.seed,
+            offload_optimizer: config.training.offload_optimizer,
         };
         let trainer = Trainer::new(&engine, model, options)?;
         let stop = Arc::new(AtomicBool::new(false));
@@ -321,7 +343,19 @@ impl Run {
             eprintln!("\nstopping after this step; Ctrl-C again to stop at once");
         })?;
         let entropy = unigram_entropy(&data.training)?;
-        Ok(Run { config, folder, data, trainer, stop, position: 0, tokens: 0, seconds: 0.0, entropy })
+        Ok(Run {
+            config,
+            folder,
+            data,
+            trainer,
+            stop,
+            position: 0,
+            tokens: 0,
+            seconds: 0.0,
+            entropy,
+            moved: OffloadReport::default(),
+            times: TransferTimes::default(),
+        })
     }
 
     fn resume(&mut self, last: &std::path::Path) -> Result<()> {
@@ -374,7 +408,6 @@ impl Run {
             }
             let position = window.last().map_or(self.position, |batch| batch.position);
             let batches: Vec<Batch> = window.into_iter().map(batch_of).collect();
-            self.trainer.engine().offload().take_report();
             let report = self.trainer.step(&batches)?;
             batches.into_iter().for_each(|batch| loader.recycle(tokens_of(batch)));
             let seconds = start.elapsed().as_secs_f64();
@@ -392,7 +425,7 @@ impl Run {
             last_loss = report.loss;
             last_validation = validation_loss.or(last_validation);
             let memory = self.trainer.engine().device().memory();
-            let moved = self.trainer.engine().offload().report();
+            let account = self.account_for_step()?;
             let line = StepMetrics {
                 step: report.step,
                 loss: report.loss,
@@ -403,8 +436,9 @@ impl Run {
                 epoch: self.position as f64 / windows,
                 device_bytes: memory.current_bytes,
                 peak_device_bytes: memory.peak_bytes,
-                saved_bytes: moved.saved_bytes,
-                offloaded_bytes: moved.out_bytes,
+                saved_bytes: account.saved_bytes,
+                offloaded_bytes: account.moved.values().map(|moved| moved.out_bytes).sum(),
+                offload: account,
                 loader_wait_seconds: loader.wait_seconds() - waited,
                 validation_loss,
             };
@@ -426,6 +460,17 @@ impl Run {
         }
         progress.finish();
         self.finish(last_loss, last_validation)
+    }
+
+    /// The account of the step that has just run, which is added to the run's.
+    fn account_for_step(&mut self) -> Result<Account> {
+        let offload = self.trainer.engine().offload();
+        let (report, times) = (offload.take_report(), offload.times());
+        let memory = self.trainer.engine().device().memory();
+        let account = Account::new(offload, &report, &times.since(&self.times), &memory)?;
+        self.moved += report;
+        self.times = times;
+        Ok(account)
     }
 
     /// A metrics file that cannot be written ends the run, but not before its work is safe.
@@ -484,14 +529,65 @@ impl Run {
             training.accumulate, training.batch, training.context, training.policy.0
         );
         println!("baseline  the unigram entropy of the text is {:.3} nats a token", self.entropy);
+        let offload = self.trainer.engine().offload();
+        if self.config.training.policy.0.offloads() {
+            let host = bytes(offload.options().host_bytes.unwrap_or_default());
+            let disk = offload.options().disk.as_ref().map_or(String::new(), |disk| {
+                let way = offload.disk_buffered().map_or("by direct I/O".to_string(), |reason| {
+                    format!("through the page cache, since {reason}")
+                });
+                format!(", {} of disk in {} {way}", bytes(disk.bytes), disk.folder.display())
+            });
+            println!("tiers     {host} of host memory{disk}");
+        }
         if self.trainer.steps_done() > 0 {
             println!("resumed   at step {}", self.trainer.steps_done());
         }
     }
 
+    /// Says so where the policy did nothing for the peak, and what found no room.
+    fn say_what_the_policy_did(&self) -> Result<()> {
+        let policy = &self.config.training.policy.0;
+        let memory = self.trainer.engine().device().memory();
+        let fallbacks = self.moved.fallbacks;
+        if fallbacks.total() > 0 {
+            println!(
+                "tiers     were full: {} slices went on to disk, {} stayed on the device; {} tensors and {} segments were \
+                 computed again",
+                fallbacks.to_disk, fallbacks.to_device, fallbacks.to_rerun, fallbacks.to_recompute
+            );
+        }
+        if policy.offloads() && self.moved.out_bytes() == 0 {
+            println!(
+                "note      the policy `{policy}` moved no byte: what it names is small, or backward wanted it at once"
+            );
+        }
+        if *policy == Expression::default() {
+            return Ok(());
+        }
+        let kept = plan(&self.shape(), Builtin::Keep, &OffloadOptions::default(), None)?.memory.peak_bytes;
+        if memory.peak_bytes >= kept {
+            let parts = Category::ALL.into_iter().filter(|&category| memory.at_peak_of(category) > 0);
+            let parts: Vec<String> =
+                parts.map(|category| format!("{category} {}", bytes(memory.at_peak_of(category)))).collect();
+            println!(
+                "note      the policy `{policy}` took the device's peak of {} no lower than keeping everything would, {}; at it: {}",
+                bytes(memory.peak_bytes),
+                bytes(kept),
+                parts.join(", ")
+            );
+        }
+        Ok(())
+    }
+
+    fn shape(&self) -> StepShape {
+        step_shape(&self.config)
+    }
+
     fn finish(self, loss: f32, validation_loss: Option<f32>) -> Result<()> {
         let steps = self.trainer.steps_done();
         let interrupted = steps < self.config.training.steps;
+        let memory = self.trainer.engine().device().memory();
         let summary = Summary {
             steps,
             parameters: self.trainer.model().parameters().count(),
@@ -500,10 +596,12 @@ impl Run {
             loss,
             validation_loss,
             unigram_entropy: self.entropy,
-            peak_device_bytes: self.trainer.engine().device().memory().peak_bytes,
+            peak_device_bytes: memory.peak_bytes,
+            offload: Account::new(self.trainer.engine().offload(), &self.moved, &self.times, &memory)?,
             interrupted,
         };
         self.folder.write_summary(&summary)?;
+        self.say_what_the_policy_did()?;
         let folder = self.folder.path().display();
         if interrupted {
             println!("stopped at step {steps}; go on with: ebbtide train --out {folder} --resume");
@@ -626,8 +724,15 @@ impl Progress {
 
     fn step(&self, line: &StepMetrics, validation: Option<f32>) {
         let validation = validation.map_or(String::new(), |loss| format!(" val {loss:.3}"));
+        let moved = match line.offloaded_bytes {
+            0 => String::new(),
+            moved => {
+                let hidden = line.offload.hidden_share.unwrap_or(1.0);
+                format!(" offload {} ({:.0} % hidden)", bytes(moved as usize), 100.0 * hidden)
+            }
+        };
         let text = format!(
-            "loss {:.3}{validation} {} tok/s device {} (peak {})",
+            "loss {:.3}{validation} {} tok/s device {} (peak {}){moved}",
             line.loss,
             per_second(line.tokens_per_second),
             bytes(line.device_bytes),

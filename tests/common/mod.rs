@@ -8,7 +8,7 @@ use ebbtide::{
         optimizer::{AdamWOptions, Schedule},
     },
     kernels::{Device, Result},
-    offload::{Activation, Codec, OffloadOptions, Placement, Policy, Role, SegmentPlan},
+    offload::{Activation, Codec, DiskOptions, OffloadOptions, Placement, Policy, Role, SegmentPlan, Tier},
 };
 use proptest::prelude::*;
 
@@ -54,7 +54,13 @@ pub fn batch(config: &Gpt2Config, sequences: usize, context: usize, seed: u64) -
 
 /// Nothing is too small to leave, and next to nothing is held ahead of need.
 pub fn tiny_windows() -> OffloadOptions {
-    OffloadOptions { in_flight_bytes: 64, prefetch_bytes: 256, min_bytes: 0 }
+    OffloadOptions { in_flight_bytes: 64, prefetch_bytes: 256, min_bytes: 0, ..OffloadOptions::default() }
+}
+
+/// With a disk tier of its own, and host memory too small for all.
+pub fn with_disk(options: OffloadOptions) -> OffloadOptions {
+    let disk = Some(DiskOptions::new(std::env::temp_dir(), 8 << 20));
+    OffloadOptions { host_bytes: Some(4 << 10), disk, ..options }
 }
 
 pub fn trainer_on(
@@ -66,7 +72,11 @@ pub fn trainer_on(
     let engine = Engine::new(device, policy, options)?;
     let model = Gpt2::new(&engine, config, 11, true)?;
     let schedule = Schedule { peak: 1e-2, floor: 1e-3, warmup_steps: 2, decay_steps: 12 };
-    Trainer::new(&engine, model, TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5 })
+    Trainer::new(
+        &engine,
+        model,
+        TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5, offload_optimizer: false },
+    )
 }
 
 /// All that training leaves, as bits: losses, then gradients, then weights.
@@ -98,19 +108,23 @@ impl Mixed {
     }
 }
 
+const KEEP: Placement = Placement::Keep(Codec::Raw);
+const DISK: Placement = Placement::Offload(Tier::Disk, Codec::Raw);
+
 impl Policy for Mixed {
     fn activation(&self, activation: &Activation<'_>) -> Placement {
         let choices: &[Placement] = match activation.rerun {
-            true => &[Placement::Keep(Codec::Raw), Placement::Offload(Codec::Raw), Placement::Rerun],
-            false => &[Placement::Keep(Codec::Raw), Placement::Offload(Codec::Raw)],
+            true => &[KEEP, Placement::Offload(Tier::Host, Codec::Raw), DISK, Placement::Rerun],
+            false => &[KEEP, Placement::Offload(Tier::Host, Codec::Raw), DISK],
         };
         match activation.role {
-            Role::Statistic => Placement::Keep(Codec::Raw),
+            Role::Statistic => KEEP,
             _ => choices[(self.draw(activation.name) % choices.len() as u64) as usize],
         }
     }
     fn segment(&self, name: &str) -> SegmentPlan {
-        if self.draw(name).is_multiple_of(2) { SegmentPlan::Run } else { SegmentPlan::Recompute }
+        let plans = [SegmentPlan::Run, SegmentPlan::Recompute, SegmentPlan::RunIfRoom];
+        plans[(self.draw(name) % 3) as usize]
     }
 }
 

@@ -5,6 +5,7 @@
 //! nothing is computed from garbage.
 
 use std::{
+    collections::BTreeMap,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -51,7 +52,8 @@ struct ProgressState {
     /// For each stream, the number of its last job that is done.
     done: Vec<u64>,
     busy: Vec<Duration>,
-    waiting: Vec<Duration>,
+    /// For each stream, by the stream waited for.
+    waiting: Vec<BTreeMap<usize, Duration>>,
     error: Option<Error>,
 }
 
@@ -118,10 +120,13 @@ impl CpuBackend {
     }
 
     pub(crate) fn fill_times(&self, reports: &mut [StreamReport]) {
+        let names: Vec<String> = reports.iter().map(|report| report.name.clone()).collect();
         let state = self.progress.lock();
         for (report, (busy, waiting)) in reports.iter_mut().zip(state.busy.iter().zip(&state.waiting)) {
             report.busy_seconds = busy.as_secs_f64();
-            report.wait_seconds = waiting.as_secs_f64();
+            report.wait_seconds = waiting.values().sum::<Duration>().as_secs_f64();
+            report.wait_seconds_on =
+                waiting.iter().map(|(&on, time)| (names[on].clone(), time.as_secs_f64())).collect();
         }
     }
 
@@ -162,7 +167,7 @@ impl ProgressState {
         self.queued.push(0);
         self.done.push(0);
         self.busy.push(Duration::ZERO);
-        self.waiting.push(Duration::ZERO);
+        self.waiting.push(BTreeMap::new());
     }
 
     /// Keeps the first error: the others follow from it.
@@ -173,13 +178,14 @@ impl ProgressState {
 
 fn run(jobs: &Receiver<Job>, memory: &Memory, threads: &Threads, progress: &Progress) {
     while let Ok(Job { stamp, op, waits }) = jobs.recv() {
-        let mut waited = Duration::ZERO;
+        let mut waited = Vec::new();
         let failed = {
             let mut state = progress.lock();
-            if !waits.is_empty() {
+            // One after the other, so that each wait is put down to the stream that was waited for.
+            for wait in waits {
                 let start = Instant::now();
-                state = progress.wait(state, &waits);
-                waited = start.elapsed();
+                state = progress.wait(state, &[wait]);
+                waited.push((wait.stream, start.elapsed()));
             }
             state.error.is_some()
         };
@@ -199,7 +205,9 @@ fn run(jobs: &Receiver<Job>, memory: &Memory, threads: &Threads, progress: &Prog
         }
         state.done[stamp.stream] = stamp.number;
         state.busy[stamp.stream] += busy;
-        state.waiting[stamp.stream] += waited;
+        for (on, time) in waited {
+            *state.waiting[stamp.stream].entry(on).or_default() += time;
+        }
         drop(state);
         progress.changed.notify_all();
     }

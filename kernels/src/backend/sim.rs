@@ -22,7 +22,7 @@ use crate::{
     Error, Result,
     cpu::{execute::execute, threads::Threads},
     memory::Memory,
-    op::{Mode, Place},
+    op::Mode,
     order::{Access, Clock, History, Space, Stamp},
 };
 
@@ -47,10 +47,17 @@ pub struct SimOptions {
     pub budget_bytes: Option<usize>,
     /// Waits to leave out.
     pub drop_waits: DropWaits,
+    /// The n-th read, counted from 0 over the device's life, that the order layer forgets, so that nothing waits for it: a
+    /// negative control.
+    pub forget_read: Option<u64>,
     /// The n-th allocation fails, counted from 0.
     pub fail_alloc: Option<u64>,
     /// The n-th op fails when it runs, counted from 0.
     pub fail_op: Option<u64>,
+    /// Most bytes of host memory that the system gives.
+    pub host_bytes: Option<usize>,
+    /// Most bytes of host memory that the system lets be locked.
+    pub locked_bytes: Option<usize>,
     /// Streams that run only when no other can: slow copies.
     pub slow_streams: Vec<String>,
 }
@@ -69,7 +76,8 @@ pub(crate) struct SimBackend {
     clocks: HashMap<(usize, u64), Clock>,
     histories: HashMap<Space, History>,
     names: HashMap<(usize, u64), String>,
-    written: Intervals,
+    /// Bytes that have been written, of the device and of files.
+    written: HashMap<Space, Intervals>,
     waits_seen: u64,
     allocs_seen: u64,
     ops_run: u64,
@@ -97,7 +105,7 @@ impl SimBackend {
             clocks: HashMap::new(),
             histories: HashMap::new(),
             names: HashMap::new(),
-            written: Intervals::default(),
+            written: HashMap::new(),
             waits_seen: 0,
             allocs_seen: 0,
             ops_run: 0,
@@ -115,8 +123,24 @@ impl SimBackend {
         self.options.fail_alloc == Some(self.allocs_seen - 1)
     }
 
+    pub(crate) fn forget_read(&self) -> Option<u64> {
+        self.options.forget_read
+    }
+
     pub(crate) fn allocated(&mut self, range: Range<usize>) {
-        self.written.remove(range);
+        self.written.entry(Space::Device).or_default().remove(range);
+    }
+
+    /// Whether the simulated system gives that much host memory beside what it gave.
+    pub(crate) fn check_host(&self, in_use: usize, bytes: usize) -> Result<(), String> {
+        let over = |limit: Option<usize>| limit.is_some_and(|limit| bytes > limit.saturating_sub(in_use));
+        if over(self.options.host_bytes) {
+            return Err("the system has not that much".to_string());
+        }
+        if over(self.options.locked_bytes) {
+            return Err("beyond the limit of locked memory (ulimit -l), which may be raised".to_string());
+        }
+        Ok(())
     }
 
     pub(crate) fn enqueue(&mut self, mut job: Job, accesses: &[Access]) {
@@ -180,26 +204,29 @@ impl SimBackend {
         let mut fresh = Vec::new();
         for (access, operand) in accesses.iter().zip(job.op.operands()) {
             self.check_access(job.op.name(), stamp, &clock, access);
-            if access.space != Space::Device {
+            if matches!(access.space, Space::Host(_)) {
                 continue;
             }
-            let unwritten = self.written.missing(access.range.clone());
+            let unwritten = self.written.entry(access.space).or_default().missing(access.range.clone());
             if access.mode != Mode::Write
                 && let Some(hole) = unwritten.first()
             {
-                let Place::Device(slice) = operand.place else { continue };
-                let at = hole.start - slice.range().start;
                 self.violation(format!(
-                    "{} reads operand `{}` at byte {at} of {}, which was never written",
+                    "{} reads operand `{}` at byte {} of {}, which was never written",
                     job.op.name(),
                     operand.name,
-                    slice.bytes()
+                    hole.start - access.range.start,
+                    access.range.len()
                 ));
             }
-            fresh.extend(unwritten);
+            if access.space == Space::Device {
+                fresh.extend(unwritten);
+            }
         }
-        for access in accesses.iter().filter(|a| a.space == Space::Device && a.mode != Mode::Read) {
-            self.written.insert(access.range.clone());
+        for access in accesses.iter().filter(|access| access.mode != Mode::Read) {
+            if !matches!(access.space, Space::Host(_)) {
+                self.written.entry(access.space).or_default().insert(access.range.clone());
+            }
         }
         self.streams[job.stamp.stream].clock = clock.clone();
         self.clocks.insert((stamp.stream, stamp.number), clock);

@@ -5,7 +5,9 @@ use half::{bf16, f16};
 use super::{
     adamw::{AdamWConstants, adamw},
     attention::{attention, attention_backward},
+    bits::{bits_decode, bits_encode},
     cast::{Float, cast},
+    compare::{checksum, max_difference},
     cross_entropy::{cross_entropy, cross_entropy_loss},
     elementwise::{add, copy, dropout, fill, gelu, gelu_backward},
     embedding::{EmbeddingShape, embedding, embedding_backward},
@@ -70,6 +72,27 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             // SAFETY: as above.
             int8_decode(threads, unsafe { memory.read_bytes(input) }, write(out), *group);
         }
+        // SAFETY: as above.
+        Op::WriteFile { input, file } => return file.write(unsafe { input.op_bytes() }),
+        // SAFETY: as above.
+        Op::ReadFile { file, out } => return file.read(unsafe { out.op_bytes_mut() }),
+        // SAFETY: as above.
+        Op::BitsEncode { input, out } => unsafe {
+            bits_encode(threads, memory.read_bytes(input), memory.write_bytes(out));
+        },
+        // SAFETY: as above.
+        Op::BitsDecode { input, out } => unsafe {
+            bits_decode(threads, memory.read_bytes(input), memory.write_bytes(out));
+        },
+        Op::MaxDifference { input, other, out } => {
+            let out = &mut write(out)[0];
+            *out = out.max(max_difference(threads, read(input), read(other)));
+        }
+        // SAFETY: as above.
+        Op::Checksum { input, out } => unsafe {
+            let sum = checksum(threads, memory.read_bytes(input));
+            memory.write::<u32>(out).copy_from_slice(&[sum as u32, (sum >> 32) as u32]);
+        },
         Op::Add { input, out } => add(threads, read(input), write(out)),
         Op::Dropout { data, dropout: key } => dropout(threads, write(data), key),
         Op::Gemm(op) => gemm(

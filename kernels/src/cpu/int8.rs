@@ -13,7 +13,7 @@
 use multiversion::multiversion;
 
 use super::threads::{Parts, Threads};
-use crate::{op::Rounding, rng::philox4x32};
+use crate::{op::Rounding, rng::philox4x32_blocks};
 
 /// Groups that a task covers, at most 64 KiB of f32.
 const TASK_GROUPS: usize = 64;
@@ -43,8 +43,9 @@ pub(crate) fn int8_encode(
         match rounding {
             Rounding::Nearest => encode_nearest(&input[elements], scales, codes, group),
             Rounding::Stochastic { seed, site, step } => {
-                let key = (seed, site, step);
-                encode_stochastic(&input[elements.clone()], scales, codes, group, elements.start as u64, key);
+                // A group starts at a multiple of 64, so at a block of the generator.
+                let first = elements.start as u64 / 4;
+                encode_stochastic(&input[elements], scales, codes, group, first, (seed, site, step));
             }
         }
     });
@@ -65,7 +66,7 @@ pub(crate) fn int8_decode(threads: &Threads, input: &[u8], out: &mut [f32], grou
     });
 }
 
-#[multiversion(targets("x86_64+avx2+fma"))]
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
 fn encode_nearest(input: &[f32], scales: &mut [u8], codes: &mut [u8], group: usize) {
     for ((x, scale_out), codes) in
         input.chunks(group).zip(scales.chunks_exact_mut(4)).zip(codes.chunks_mut(group))
@@ -74,18 +75,43 @@ fn encode_nearest(input: &[f32], scales: &mut [u8], codes: &mut [u8], group: usi
         scale_out.copy_from_slice(&scale.to_ne_bytes());
         let divisor = if scale == 0.0 { 1.0 } else { scale };
         let half = 0.5 * divisor;
-        for (&x, code) in x.iter().zip(codes) {
-            let nearest = (x / divisor + ROUND) - ROUND;
-            // Exact: 8 bits by 16, and a difference of at most a step.
-            let rest = x - nearest * divisor;
-            let nearest = if rest > half { nearest + 1.0 } else { nearest };
-            let nearest = if rest < -half { nearest - 1.0 } else { nearest };
-            *code = code_of(x, nearest);
+        let inverse = 1.0 / divisor;
+        if inverse.is_finite() {
+            each(x, codes, |x| nearest_code(x, x * inverse, divisor, half));
+        } else {
+            // A step so small that its inverse is too large.
+            each(x, codes, |x| nearest_code(x, x / divisor, divisor, half));
         }
     }
 }
 
-#[multiversion(targets("x86_64+avx2+fma"))]
+/// The code nearest to an element, of which `quotient` is `x / divisor` to within a few units in the last place.
+#[inline(always)]
+fn nearest_code(x: f32, quotient: f32, divisor: f32, half: f32) -> u8 {
+    let shifted = quotient + ROUND;
+    let nearest = shifted - ROUND;
+    // Exact: 8 bits by 16, and a difference of at most a step.
+    let rest = x - nearest * divisor;
+    // The low byte of the shifted quotient is its code: at most 127, since the scale is hardly less than a 127th.
+    let code =
+        (shifted.to_bits() as u8).wrapping_add(u8::from(rest > half)).wrapping_sub(u8::from(rest < -half));
+    if x.abs() <= f32::MAX { code } else { NOT_FINITE as u8 }
+}
+
+/// `codes[i] = code(x[i])`, in chunks of a fixed length that the compiler turns into vectors.
+#[inline(always)]
+fn each(x: &[f32], codes: &mut [u8], code: impl Fn(f32) -> u8) {
+    let (x, x_rest) = x.as_chunks::<64>();
+    let (codes, codes_rest) = codes.as_chunks_mut::<64>();
+    for (x, codes) in x.iter().zip(codes) {
+        for i in 0..64 {
+            codes[i] = code(x[i]);
+        }
+    }
+    x_rest.iter().zip(codes_rest).for_each(|(&x, out)| *out = code(x));
+}
+
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
 fn encode_stochastic(
     input: &[f32],
     scales: &mut [u8],
@@ -94,27 +120,30 @@ fn encode_stochastic(
     first: u64,
     (seed, site, step): (u64, u32, u32),
 ) {
-    let key = [seed as u32, (seed >> 32) as u32];
-    let mut index = first;
+    /// Blocks of the generator that are drawn at once.
+    const BLOCKS: usize = 16;
+    let mut block = first;
     for ((x, scale_out), codes) in
         input.chunks(group).zip(scales.chunks_exact_mut(4)).zip(codes.chunks_mut(group))
     {
         let scale = scale_of(largest(x));
         scale_out.copy_from_slice(&scale.to_ne_bytes());
         let divisor = if scale == 0.0 { 1.0 } else { scale };
-        for (&x, code) in x.iter().zip(codes) {
-            let words = philox4x32([(index / 4) as u32, ((index / 4) >> 32) as u32, site, step], key);
-            let fraction = (words[(index % 4) as usize] >> 8) as f32 / (1 << 24) as f32;
-            let below = (x / divisor).floor();
-            // Whether the part above it exceeds the draw.
-            let up = x / divisor - below > fraction;
-            *code = code_of(x, if up { below + 1.0 } else { below });
-            index += 1;
+        for (x, codes) in x.chunks(4 * BLOCKS).zip(codes.chunks_mut(4 * BLOCKS)) {
+            let words = philox4x32_blocks::<BLOCKS>(block, site, step, seed);
+            for ((&x, code), &word) in x.iter().zip(codes).zip(words.as_flattened()) {
+                let fraction = (word >> 8) as f32 / (1 << 24) as f32;
+                let below = (x / divisor).floor();
+                // Whether the part above it exceeds the draw.
+                let up = x / divisor - below > fraction;
+                *code = code_of(x, if up { below + 1.0 } else { below });
+            }
+            block += BLOCKS as u64;
         }
     }
 }
 
-#[multiversion(targets("x86_64+avx2+fma"))]
+#[multiversion(targets("x86_64+avx512f+avx512bw+avx512dq+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
 fn decode(scales: &[u8], codes: &[u8], out: &mut [f32], group: usize) {
     for ((scale, codes), out) in scales.chunks_exact(4).zip(codes.chunks(group)).zip(out.chunks_mut(group)) {
         let scale = f32::from_ne_bytes([scale[0], scale[1], scale[2], scale[3]]);
@@ -138,15 +167,20 @@ fn code_of(x: f32, nearest: f32) -> u8 {
 /// The largest magnitude of the finite elements.
 #[inline(always)]
 fn largest(x: &[f32]) -> f32 {
-    let mut lanes = [0.0f32; 16];
-    let chunks = x.chunks_exact(16);
+    let mut lanes = [0.0f32; 64];
+    let chunks = x.chunks_exact(64);
     let rest = chunks.remainder();
     let finite = |x: f32| if x.abs() <= f32::MAX { x.abs() } else { 0.0 };
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     for chunk in chunks {
         lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane = larger(*lane, finite(x)));
     }
-    rest.iter().map(|&x| finite(x)).chain(lanes).fold(0.0, larger)
+    // In halves rather than one by one.
+    for width in [32, 16, 8, 4, 2, 1] {
+        let (low, high) = lanes.split_at_mut(width);
+        low.iter_mut().zip(high).for_each(|(low, high)| *low = larger(*low, *high));
+    }
+    rest.iter().map(|&x| finite(x)).fold(lanes[0], larger)
 }
 
 /// See the module's docs.

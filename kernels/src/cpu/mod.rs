@@ -5,7 +5,9 @@
 
 mod adamw;
 mod attention;
+mod bits;
 mod cast;
+mod compare;
 mod cross_entropy;
 mod elementwise;
 mod embedding;

@@ -1,0 +1,171 @@
+//! `ebbtide plan`.
+
+use anyhow::{Result, bail};
+use clap::Args;
+use ebbtide::{
+    config::{Bytes, Precision},
+    engine::{
+        gpt2::Gpt2Config,
+        plan::{StepPlan, StepShape, plan, sized},
+    },
+    kernels::{Category, bytes},
+    offload::{DiskOptions, Expression, OffloadOptions},
+};
+use serde::Serialize;
+
+#[derive(Args)]
+pub(crate) struct PlanArgs {
+    /// gpt2, gpt2-medium, gpt2-large or gpt2-xl
+    #[arg(long, default_value = "gpt2")]
+    model: String,
+    /// Sequences of a micro-batch
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    /// Positions of each
+    #[arg(long, default_value_t = 1024)]
+    context: usize,
+    /// Micro-batches of a step
+    #[arg(long, default_value_t = 1)]
+    accumulate: usize,
+    /// What the model computes in: f32
+    #[arg(long, default_value_t = Precision::F32)]
+    precision: Precision,
+    /// Where saved activations go
+    #[arg(long, default_value_t = Expression::default())]
+    policy: Expression,
+    /// Keep the optimizer's moments in host memory
+    #[arg(long)]
+    offload_optimizer: bool,
+    /// The device's memory budget, such as 3GiB
+    #[arg(long)]
+    memory: Option<Bytes>,
+    /// A row for each of the usual policies rather than --policy
+    #[arg(long, conflicts_with_all = ["policy", "offload_optimizer"])]
+    table: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// A policy as a table names it: its expression, and whether the moments are in host memory.
+const TABLE: [(&str, &str, bool); 6] = [
+    ("keep", "keep", false),
+    ("rerun-cheap", "rerun", false),
+    ("int8", "int8, *gelu.output: rerun", false),
+    ("recompute", "recompute", false),
+    ("recompute-offload", "recompute, h.*/input: offload", false),
+    ("recompute-offload-optimizer", "recompute, h.*/input: offload", true),
+];
+
+/// What a step needs under a policy, in bytes.
+#[derive(Serialize)]
+struct Row {
+    policy: String,
+    /// Most device bytes of saved and other activations.
+    activation_bytes: usize,
+    /// Most device bytes at once: weights, gradients, moments and scratch included.
+    total_bytes: usize,
+    /// The smallest budget under which the step runs as it would without one.
+    extent_bytes: usize,
+    weight_bytes: usize,
+    gradient_bytes: usize,
+    optimizer_bytes: usize,
+    /// Host memory for offloaded activations and moments.
+    host_bytes: usize,
+    /// Disk space for offloaded activations.
+    disk_bytes: usize,
+    /// Bytes sent out a step.
+    moved_bytes: u64,
+}
+
+pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
+    let shape = StepShape {
+        model: Gpt2Config::named(&args.model)?,
+        batch: args.batch,
+        context: args.context,
+        accumulate: args.accumulate,
+        offload_optimizer: args.offload_optimizer,
+    };
+    if args.batch == 0 || args.context == 0 || args.accumulate == 0 {
+        bail!("--batch, --context and --accumulate: expected at least 1");
+    }
+    if args.context > shape.model.context {
+        bail!(
+            "--context {}: expected at most the {} positions of {}",
+            args.context,
+            shape.model.context,
+            args.model
+        );
+    }
+    let row = |name: &str, policy: &Expression, offload_optimizer| -> Result<Row> {
+        let shape = StepShape { offload_optimizer, ..shape };
+        let disk = policy.uses_disk().then(|| DiskOptions::new(std::env::temp_dir(), 0));
+        let options = OffloadOptions { disk, ..OffloadOptions::default() };
+        let budget = args.memory.map(|memory| memory.0);
+        let options = sized(&shape, policy.clone(), &options, budget)?;
+        let planned = plan(&shape, policy.clone(), &options, budget)?;
+        if let Some((pattern, nearest)) = policy.unmatched().first() {
+            bail!(
+                "policy: `{pattern}` matches no segment and no tensor; the nearest names are {}",
+                nearest.join(", ")
+            );
+        }
+        Ok(Row::new(name, &planned))
+    };
+    let rows = match args.table {
+        true => TABLE
+            .iter()
+            .map(|(name, policy, optimizer)| {
+                let policy = policy.parse().map_err(anyhow::Error::msg)?;
+                row(name, &policy, *optimizer)
+            })
+            .collect::<Result<Vec<Row>>>()?,
+        false => vec![row(&args.policy.to_string(), &args.policy, args.offload_optimizer)?],
+    };
+    if args.json {
+        let settings = serde_json::json!({
+            "model": args.model,
+            "batch": args.batch,
+            "context": args.context,
+            "accumulate": args.accumulate,
+            "precision": args.precision.to_string(),
+            "rows": rows,
+        });
+        println!("{settings}");
+        return Ok(());
+    }
+    println!(
+        "{} at {} × {} sequences of {} tokens, {}\n",
+        args.model, args.accumulate, args.batch, args.context, args.precision
+    );
+    println!("{:<30}{:>13}{:>12}{:>12}{:>12}", "policy", "activations", "total", "host", "sent out");
+    for row in rows {
+        println!(
+            "{:<30}{:>13}{:>12}{:>12}{:>12}",
+            row.policy,
+            bytes(row.activation_bytes),
+            bytes(row.total_bytes),
+            bytes(row.host_bytes),
+            bytes(row.moved_bytes as usize)
+        );
+    }
+    Ok(())
+}
+
+impl Row {
+    fn new(policy: &str, planned: &StepPlan) -> Self {
+        let memory = &planned.memory;
+        Row {
+            policy: policy.to_string(),
+            activation_bytes: memory.peak_of(Category::Activations),
+            total_bytes: memory.peak_bytes,
+            extent_bytes: memory.extent_bytes,
+            weight_bytes: memory.peak_of(Category::Weights),
+            gradient_bytes: memory.peak_of(Category::Gradients),
+            optimizer_bytes: memory.peak_of(Category::Optimizer),
+            host_bytes: planned.host_bytes + planned.optimizer_host_bytes,
+            disk_bytes: planned.disk_bytes,
+            moved_bytes: planned.offload.out_bytes(),
+        }
+    }
+}
