@@ -110,3 +110,64 @@ fn data_order_lists_what_steps_see() {
     let error = run(folder.path(), &["data", "order", "tokens.bin", "--context", "16", "--epoch", &huge]);
     assert!(error.unwrap_err().contains("is beyond 2^64"));
 }
+
+/// The losses of a run's steps.
+fn losses(folder: &Path, name: &str) -> Vec<String> {
+    let metrics = fs::read_to_string(folder.join(name).join("metrics.jsonl")).unwrap();
+    let lines = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.map(|line| format!("{} {}", line["step"], line["loss"])).collect()
+}
+
+#[test]
+fn a_run_in_block_order_goes_on_where_it_was() {
+    let folder = folder();
+    let config = r#"
+[model]
+vocabulary = 60001
+context = 8
+width = 8
+layers = 1
+heads = 2
+
+[data]
+tokens = "tokens.bin"
+tokenizer = "bytes"
+order = "block"
+ram = "80MiB"
+
+[training]
+steps = 8
+batch = 2
+accumulate = 2
+checkpoint_every = 1
+sample_tokens = 0
+validation_windows = 2
+"#;
+    fs::write(folder.path().join("run.toml"), config).unwrap();
+    let train = |more: &[&str]| run(folder.path(), &[&["train", "run.toml"], more].concat());
+    train(&["--out", "whole"]).unwrap();
+    train(&["--out", "parts", "--steps", "3"]).unwrap();
+    // The memory may change, and the order may not.
+    let error = train(&["--out", "parts", "--resume", "--order", "random"]).unwrap_err();
+    assert!(error.contains(r#"data.order is "block" in the run, "random" asked for"#), "{error}");
+    train(&["--out", "parts", "--resume", "--ram", "1GiB"]).unwrap();
+    assert_eq!(losses(folder.path(), "parts"), losses(folder.path(), "whole"));
+    let state = |name: &str| -> Value {
+        let checkpoints = folder.path().join(name).join("checkpoints");
+        let last = fs::read_dir(checkpoints).unwrap().map(|entry| entry.unwrap().path()).max().unwrap();
+        serde_json::from_slice(&fs::read(last.join("state.json")).unwrap()).unwrap()
+    };
+    let extra = |name| state(name)["extra"].clone();
+    assert_eq!(
+        (&extra("parts")["digest"], &extra("parts")["position"]),
+        (&extra("whole")["digest"], &32.into())
+    );
+    assert!(extra("whole")["digest"].as_u64().is_some_and(|digest| digest > 0));
+    let summary: Value =
+        serde_json::from_slice(&fs::read(folder.path().join("whole/summary.json")).unwrap()).unwrap();
+    let held = |name: &str| summary["loader"][name].as_u64().unwrap();
+    assert!(held("arena_bytes") + held("batch_bytes") <= held("limit_bytes"));
+    assert_eq!(held("limit_bytes"), 80 << 20);
+    let error = train(&["--out", "small", "--ram", "1KiB"]).unwrap_err();
+    assert!(error.contains("fewer or smaller blocks need less"), "{error}");
+}

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebbtide::{
     account::Account,
-    config::{Bytes, Config, ConfigFile, Overrides, Precision},
+    config::{Bytes, Config, ConfigFile, DataOrder, Overrides, Precision},
     engine::{
         Batch, Trainer, TrainerOptions, checkpoint,
         generate::{SampleOptions, generate},
@@ -23,7 +23,9 @@ use ebbtide::{
         plan::{Fit, StepShape, least_budget, nearest_fit, plan},
     },
     kernels::{Category, bytes},
-    loader::{PrefetchOptions, Prefetcher, Sampler, TokenBatch, Windows},
+    loader::{
+        BlockOrder, Loader, LoaderOptions, LoaderReport, LoaderState, Order, Samples, TokenBatch, Windows,
+    },
     offload::{Expression, OffloadOptions, OffloadReport, TransferTimes, policy::Builtin},
     tokenizer::Tokenizer,
 };
@@ -76,6 +78,12 @@ pub(crate) struct TrainArgs {
     /// Threads of the kernels; results do not depend on it
     #[arg(long)]
     threads: Option<usize>,
+    /// random, or block for data larger than memory: whole blocks are read, and mixed over a window of them
+    #[arg(long)]
+    order: Option<DataOrder>,
+    /// The most memory of the loader, such as 512MiB [default: half of what is free]
+    #[arg(long)]
+    ram: Option<Bytes>,
     #[command(flatten)]
     tiers: TierArgs,
     /// Go on from the newest checkpoint of --out
@@ -88,6 +96,9 @@ pub(crate) struct TrainArgs {
 struct RunState {
     /// Samples that training has used.
     position: u64,
+    /// What those samples were: see [`LoaderState::digest`]. 0 in checkpoints that have none.
+    #[serde(default)]
+    digest: u64,
     /// Identity of the token file.
     fingerprint: String,
     seed: u64,
@@ -130,6 +141,8 @@ struct Summary {
     peak_device_bytes: usize,
     /// The offload runtime's account since the last start.
     offload: Account,
+    /// The loader's since then: what it held, read and waited for.
+    loader: LoaderReport,
     interrupted: bool,
 }
 
@@ -189,6 +202,8 @@ fn overrides(args: &TrainArgs) -> Overrides {
         batch: args.batch,
         accumulate: args.accumulate,
         threads: args.threads,
+        order: args.order,
+        ram: args.ram,
         offload_optimizer: args.offload_optimizer.then_some(true),
         tiers: args.tiers.tiers(),
     }
@@ -313,6 +328,7 @@ struct Run {
     trainer: Trainer,
     stop: Arc<AtomicBool>,
     position: u64,
+    digest: u64,
     tokens: u64,
     seconds: f64,
     entropy: f64,
@@ -350,6 +366,7 @@ impl Run {
             trainer,
             stop,
             position: 0,
+            digest: 0,
             tokens: 0,
             seconds: 0.0,
             entropy,
@@ -370,7 +387,8 @@ impl Run {
             );
         }
         checkpoint::load(&mut self.trainer, last)?;
-        (self.position, self.tokens, self.seconds) = (state.position, state.tokens, state.seconds);
+        (self.position, self.digest) = (state.position, state.digest);
+        (self.tokens, self.seconds) = (state.tokens, state.seconds);
         Ok(())
     }
 
@@ -391,9 +409,22 @@ impl Run {
         }
         let mut metrics = self.folder.metrics(self.trainer.steps_done())?;
         self.say_start();
-        let sampler = Sampler::new(self.data.training.clone(), training.seed);
         let windows = self.data.training.count() as f64;
-        let mut loader = Prefetcher::new(sampler, training.batch, self.position, PrefetchOptions::default())?;
+        let options = LoaderOptions {
+            order: match self.config.data.order {
+                DataOrder::Random => Order::Random,
+                DataOrder::Block => Order::Block(BlockOrder::default()),
+            },
+            seed: training.seed,
+            batch: training.batch,
+            ram_bytes: self.config.data.ram.map(|ram| ram.0 as u64),
+            ..LoaderOptions::default()
+        };
+        let mut loader = Loader::new(
+            &Samples::of(&self.data.training)?,
+            &options,
+            LoaderState { position: self.position, digest: self.digest },
+        )?;
         let validation =
             validation_batches(&self.data.validation, training.validation_windows, training.batch)?;
         let progress = Progress::new(training.steps, self.trainer.steps_done());
@@ -406,12 +437,12 @@ impl Run {
             for _ in 0..training.accumulate {
                 window.push(loader.next()?);
             }
-            let position = window.last().map_or(self.position, |batch| batch.position);
+            let state = loader.state();
             let batches: Vec<Batch> = window.into_iter().map(batch_of).collect();
             let report = self.trainer.step(&batches)?;
             batches.into_iter().for_each(|batch| loader.recycle(tokens_of(batch)));
             let seconds = start.elapsed().as_secs_f64();
-            self.position = position;
+            (self.position, self.digest) = (state.position, state.digest);
             self.tokens += report.tokens as u64;
             self.seconds += seconds;
             // Read once a step: what is decided by it, saving above all, is decided alike.
@@ -459,7 +490,7 @@ impl Run {
             }
         }
         progress.finish();
-        self.finish(last_loss, last_validation)
+        self.finish(last_loss, last_validation, loader.report())
     }
 
     /// The account of the step that has just run, which is added to the run's.
@@ -488,6 +519,7 @@ impl Run {
     fn save(&self) -> Result<PathBuf> {
         let state = RunState {
             position: self.position,
+            digest: self.digest,
             fingerprint: self.fingerprint(),
             seed: self.config.training.seed,
             tokens: self.tokens,
@@ -584,7 +616,7 @@ impl Run {
         step_shape(&self.config)
     }
 
-    fn finish(self, loss: f32, validation_loss: Option<f32>) -> Result<()> {
+    fn finish(self, loss: f32, validation_loss: Option<f32>, loader: LoaderReport) -> Result<()> {
         let steps = self.trainer.steps_done();
         let interrupted = steps < self.config.training.steps;
         let memory = self.trainer.engine().device().memory();
@@ -598,6 +630,7 @@ impl Run {
             unigram_entropy: self.entropy,
             peak_device_bytes: memory.peak_bytes,
             offload: Account::new(self.trainer.engine().offload(), &self.moved, &self.times, &memory)?,
+            loader,
             interrupted,
         };
         self.folder.write_summary(&summary)?;
