@@ -37,7 +37,7 @@ pub(crate) struct BenchLoaderArgs {
     #[arg(long, default_value_t = 2)]
     threads: usize,
     /// Batches ahead of the caller at most
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = LoaderOptions::default().batches_ahead)]
     ahead: usize,
     /// Seconds at most for the raw reads, and for the loader's first epoch
     #[arg(long, default_value_t = 60.0)]
