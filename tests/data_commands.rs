@@ -171,3 +171,51 @@ validation_windows = 2
     let error = train(&["--out", "small", "--ram", "1KiB"]).unwrap_err();
     assert!(error.contains("fewer or smaller blocks need less"), "{error}");
 }
+
+/// Any format that the loader reads trains; a run's data is known again, file by file.
+#[test]
+fn runs_read_any_format_and_know_their_data() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = |tokens: &str| {
+        format!(
+            "[model]\nvocabulary = 256\ncontext = 8\nwidth = 8\nlayers = 1\nheads = 2\n[data]\ntokens = \"{tokens}\"\n\
+             tokenizer = \"bytes\"\n[training]\nsteps = 6\nbatch = 2\nsample_tokens = 0\nvalidation_windows = 2\n"
+        )
+    };
+    let bytes: Vec<u8> = (0..4000u32).flat_map(|i| ((i * i / 7 % 251) as u16).to_le_bytes()).collect();
+    // One raw file; the same as an array; the same as a folder of two shards, whose windows do not cross.
+    fs::write(folder.path().join("raw.bin"), &bytes).unwrap();
+    let header = "{'descr': '<u2', 'fortran_order': False, 'shape': (4000,), }";
+    let header = format!("{header:<117}\n");
+    let mut array = b"\x93NUMPY\x01\x00".to_vec();
+    array.extend((header.len() as u16).to_le_bytes());
+    array.extend(header.as_bytes());
+    array.extend(&bytes);
+    fs::write(folder.path().join("array.npy"), &array).unwrap();
+    fs::create_dir(folder.path().join("shards")).unwrap();
+    fs::write(folder.path().join("shards/a.bin"), &bytes[..4000]).unwrap();
+    fs::write(folder.path().join("shards/b.bin"), &bytes[4000..]).unwrap();
+    for tokens in ["raw.bin", "array.npy", "shards"] {
+        fs::write(folder.path().join("run.toml"), config(tokens)).unwrap();
+        let out = tokens.replace('.', "-");
+        run(folder.path(), &["train", "run.toml", "--out", &out, "--steps", "3"]).unwrap();
+        assert_eq!(losses(folder.path(), &out).len(), 3, "{tokens}");
+        run(folder.path(), &["eval", &out]).unwrap();
+    }
+    // A shard that changed is named, and gone on with only where that is asked for.
+    let mut changed = bytes[4000..].to_vec();
+    changed[11] ^= 1;
+    fs::write(folder.path().join("shards/b.bin"), &changed).unwrap();
+    let error = run(folder.path(), &["train", "--out", "shards", "--resume", "--steps", "6"]).unwrap_err();
+    assert!(error.contains("b.bin") && error.contains("--accept-changed-data"), "{error}");
+    run(folder.path(), &["train", "--out", "shards", "--resume", "--steps", "6", "--accept-changed-data"])
+        .unwrap();
+    assert_eq!(losses(folder.path(), "shards").len(), 6);
+    // A token outside of the vocabulary is named wherever it is.
+    fs::write(folder.path().join("run.toml"), config("raw.bin")).unwrap();
+    let mut beyond = bytes.clone();
+    beyond[2001] = 7;
+    fs::write(folder.path().join("raw.bin"), &beyond).unwrap();
+    let error = run(folder.path(), &["train", "run.toml", "--out", "beyond"]).unwrap_err();
+    assert!(error.contains("raw.bin") && error.contains("1000"), "{error}");
+}

@@ -158,6 +158,41 @@ impl Dataset {
         Ok(())
     }
 
+    /// Scans the first `most` tokens for one outside of the vocabulary, with a buffer of 512 KiB. What comes after them a
+    /// [`Loader`](crate::Loader) checks as it reads, if it is told the vocabulary.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAToken`] with the first that is none of the vocabulary; [`Error::CutShort`] and [`Error::Read`].
+    pub fn check_vocabulary(&self, vocabulary: usize, most: u64) -> Result<()> {
+        const STEP: u64 = 64 << 10;
+        let (mut inputs, mut targets) = (vec![0; STEP as usize], vec![0; STEP as usize]);
+        let mut left = most;
+        for shard in self.shards() {
+            let end = shard.tokens.min(left);
+            left -= end;
+            // Pieces share a token with the next, as windows do; a file's only token is in no window.
+            for first in (0..end).step_by(STEP as usize) {
+                let last = (first + STEP + 1).min(shard.tokens);
+                let count = (last - first - 1) as usize;
+                if count == 0 {
+                    break;
+                }
+                let offset = shard.offset + first * shard.encoding.bytes();
+                let mut bytes = vec![0; ((last - first) * shard.encoding.bytes()) as usize];
+                read_exact(&shard.path, &shard.file, offset, &mut bytes)?;
+                shard.widen(
+                    &bytes,
+                    offset,
+                    vocabulary as u64,
+                    &mut inputs[..count],
+                    &mut targets[..count],
+                )?;
+            }
+        }
+        Ok(())
+    }
+
     /// The windows of `context` inputs over a range of the tokens.
     ///
     /// # Errors
@@ -293,6 +328,11 @@ impl Samples {
     pub fn of(windows: &Windows) -> Result<Self> {
         let dataset = Dataset::new(windows.file().path(), vec![Shard::of(windows.file())?]);
         dataset.samples(windows.tokens(), windows.context())
+    }
+
+    /// Tokens of the range that the windows are of, those that are not used aside.
+    pub fn tokens(&self) -> u64 {
+        self.runs.iter().map(|run| run.tokens).sum()
     }
 
     /// How many windows there are, at least one.
