@@ -74,6 +74,10 @@ pub struct DataFile {
     pub validation: Option<PathBuf>,
     /// Share of `tokens` that is set aside; 0.05 if not given.
     pub validation_fraction: Option<f64>,
+    /// `random` or `block`.
+    pub order: Option<DataOrder>,
+    /// The most memory of the loader, such as `"512MiB"`; half of what is free if not given.
+    pub ram: Option<Bytes>,
 }
 
 /// `[training]`.
@@ -233,6 +237,12 @@ pub struct Data {
     pub validation: Option<PathBuf>,
     /// Share of `tokens` that is set aside where there is no such file.
     pub validation_fraction: f64,
+    /// The order of the training windows.
+    #[serde(default)]
+    pub order: DataOrder,
+    /// The most memory of the loader.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ram: Option<Bytes>,
     /// Where the first weights came from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
@@ -302,6 +312,10 @@ pub struct Overrides {
     pub offload_optimizer: Option<bool>,
     /// `--threads`.
     pub threads: Option<usize>,
+    /// `--order`.
+    pub order: Option<DataOrder>,
+    /// `--ram`.
+    pub ram: Option<Bytes>,
     /// `--host-memory` and its like.
     pub tiers: Tiers,
 }
@@ -323,6 +337,8 @@ impl Overrides {
         training.accumulate = self.accumulate.unwrap_or(training.accumulate);
         training.offload_optimizer = self.offload_optimizer.unwrap_or(training.offload_optimizer);
         training.threads = self.threads.or(training.threads);
+        config.data.order = self.order.unwrap_or(config.data.order);
+        config.data.ram = self.ram.or(config.data.ram);
         config.tiers = config.tiers.or(&self.tiers);
         config
     }
@@ -433,6 +449,8 @@ impl ConfigFile {
                 tokenizer,
                 validation: data.validation.map(absolute),
                 validation_fraction: data.validation_fraction.unwrap_or(0.05),
+                order: overrides.order.or(data.order).unwrap_or_default(),
+                ram: overrides.ram.or(data.ram),
                 weights: model.weights.map(absolute),
             },
             training: Training {
@@ -584,6 +602,7 @@ impl Config {
             (training.offload_optimizer, config.tiers) = (false, Tiers::default());
             (training.checkpoint_every, training.keep_checkpoints) = (0, 0);
             (training.validate_every, training.validation_windows, training.sample_tokens) = (0, 1, 0);
+            config.data.ram = None;
             serde_json::to_value(config).unwrap_or_default()
         };
         let (ours, theirs) = (settled(self), settled(other));
@@ -634,6 +653,37 @@ pub struct Policy(pub Expression);
 /// A count of bytes, written with or without a unit: `536870912`, `512MiB`, `1.5GB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub usize);
+
+/// The order of the training windows: see [`ebbtide_loader::Order`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DataOrder {
+    /// Each window a read of its own.
+    #[default]
+    Random,
+    /// Whole blocks, mixed over a window of them: for data larger than memory.
+    Block,
+}
+
+impl fmt::Display for DataOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            DataOrder::Random => "random",
+            DataOrder::Block => "block",
+        })
+    }
+}
+
+impl FromStr for DataOrder {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "random" => Ok(DataOrder::Random),
+            "block" => Ok(DataOrder::Block),
+            _ => Err(format!("unknown order `{text}`: expected random or block")),
+        }
+    }
+}
 
 /// What a model computes in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -170,6 +170,96 @@ pub enum Error {
         /// Samples of the batch.
         batch: usize,
     },
+    /// A field of a file's header that the file itself, or the format, contradicts.
+    #[error("{}: {field} at byte offset {offset}: expected {expected}, found {found}", path.display())]
+    BadHeader {
+        /// The file.
+        path: PathBuf,
+        /// The field's place, in bytes.
+        offset: u64,
+        /// The field.
+        field: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// A stored number that is no token id of the vocabulary, or none at all: negative, or above `i32::MAX`.
+    #[error(
+        "{}: token {index} at byte offset {offset} is {value}, expected at least 0 and below {limit}",
+        path.display()
+    )]
+    NotAToken {
+        /// The file.
+        path: PathBuf,
+        /// The token's index in the file.
+        index: u64,
+        /// Its place in bytes.
+        offset: u64,
+        /// What is stored.
+        value: i128,
+        /// The vocabulary's size, or 2^31.
+        limit: u64,
+    },
+    /// A folder without a file of tokens.
+    #[error("{}: expected files of tokens (.bin, .npy, .safetensors) in the folder, found none", path.display())]
+    NoShards {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A file is not the one that it was.
+    #[error("{}: changed since {since}: expected {what} {expected}, found {found}", path.display())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// Since when: "it was opened", say.
+        since: &'static str,
+        /// What changed: "a length in bytes of", say.
+        what: &'static str,
+        /// What it was.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+    /// The memory that the loader may use does not hold what its order needs.
+    #[error(
+        "{needed} bytes are needed for {blocks} open blocks of {block_bytes} bytes each and {batches} batches \
+         of {batch_bytes}, and {limit} may be used ({source_of_limit}); fewer or smaller blocks need less"
+    )]
+    MemoryTooSmall {
+        /// The least that would do, in bytes.
+        needed: u64,
+        /// Blocks open at a time, and one being read.
+        blocks: u64,
+        /// Bytes of memory of a block.
+        block_bytes: u64,
+        /// Batches that are ahead or in use.
+        batches: u64,
+        /// Bytes of a batch.
+        batch_bytes: u64,
+        /// The limit, in bytes.
+        limit: u64,
+        /// Where it comes from.
+        source_of_limit: String,
+    },
+    /// An order of no blocks, say.
+    #[error("expected at least one and at most {most} {what}, found {found}")]
+    BadOrder {
+        /// What is counted.
+        what: &'static str,
+        /// How many.
+        found: u64,
+        /// The most there may be.
+        most: u64,
+    },
+    /// A rank beyond the last.
+    #[error("expected a rank below the number of ranks, {world}, found {rank}")]
+    BadShare {
+        /// The rank.
+        rank: u64,
+        /// The ranks there are.
+        world: u64,
+    },
     /// There is no memory for a batch.
     #[error("no memory for a batch of {bytes} bytes")]
     NoMemory {

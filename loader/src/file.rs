@@ -20,6 +20,8 @@ const TOKEN_BYTES: u64 = size_of::<u16>() as u64;
 const SCAN_TOKENS: usize = 1 << 19;
 /// Pieces of content that the fingerprint reads.
 const PIECES: u64 = 64;
+/// Where FNV-1a begins.
+pub(crate) const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
 /// Bytes of one piece.
 const PIECE_BYTES: u64 = 4096;
 
@@ -49,15 +51,7 @@ impl TokenFile {
     /// [`read`](Self::read) from taking the fingerprint.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        let failed = |cause| Error::Open { path: path.clone(), cause: Arc::new(cause) };
-        // Asked before opening, because opening a pipe would wait for its writer.
-        let kind = fs::metadata(&path).map_err(failed)?;
-        if !kind.is_file() {
-            let found = if kind.is_dir() { "a folder" } else { "no regular file" };
-            return Err(Error::NotAFile { path, found });
-        }
-        let file = File::open(&path).map_err(failed)?;
-        let bytes = file.metadata().map_err(failed)?.len();
+        let (file, bytes) = open_regular(&path)?;
         if bytes == 0 {
             return Err(Error::Empty { path });
         }
@@ -150,6 +144,11 @@ impl TokenFile {
         Ok(())
     }
 
+    /// The open file.
+    pub(crate) fn file(&self) -> &File {
+        &self.inner.file
+    }
+
     /// An error unless `start..end` is a range within the file.
     pub(crate) fn check_range(&self, start: u64, end: u64) -> Result<()> {
         if start <= end && end <= self.len() {
@@ -191,8 +190,22 @@ fn map(file: &File, bytes: u64) -> Option<memmap2::Mmap> {
     unsafe { memmap2::MmapOptions::new().len(bytes).map(file) }.ok()
 }
 
+/// Opens a file that is one, for reading: it and its length in bytes.
+pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
+    let failed = |cause| Error::Open { path: path.to_path_buf(), cause: Arc::new(cause) };
+    // Asked before opening, because opening a pipe would wait for its writer.
+    let kind = fs::metadata(path).map_err(failed)?;
+    if !kind.is_file() {
+        let found = if kind.is_dir() { "a folder" } else { "no regular file" };
+        return Err(Error::NotAFile { path: path.to_path_buf(), found });
+    }
+    let file = File::open(path).map_err(failed)?;
+    let bytes = file.metadata().map_err(failed)?.len();
+    Ok((file, bytes))
+}
+
 /// Fills `out` from `offset` on, or says how many bytes there were.
-fn read_exact(path: &Path, file: &File, offset: u64, out: &mut [u8]) -> Result<()> {
+pub(crate) fn read_exact(path: &Path, file: &File, offset: u64, out: &mut [u8]) -> Result<()> {
     let expected = out.len() as u64;
     let mut done = 0;
     while done < out.len() {
@@ -221,17 +234,18 @@ fn read_exact(path: &Path, file: &File, offset: u64, out: &mut [u8]) -> Result<(
 }
 
 #[cfg(unix)]
-fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
+pub(crate) fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
     std::os::unix::fs::FileExt::read_at(file, out, offset)
 }
 
 #[cfg(windows)]
-fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
+pub(crate) fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
     std::os::windows::fs::FileExt::seek_read(file, out, offset)
 }
 
-fn fingerprint(path: &Path, file: &File, bytes: u64) -> Result<u64> {
-    let mut hash = fnv1a(0xcbf2_9ce4_8422_2325, &bytes.to_le_bytes());
+/// The fingerprint of a file of so many bytes, as [`TokenFile::fingerprint`] has it.
+pub(crate) fn fingerprint(path: &Path, file: &File, bytes: u64) -> Result<u64> {
+    let mut hash = fnv1a(FNV_BASIS, &bytes.to_le_bytes());
     let mut piece = [0; PIECE_BYTES as usize];
     for (offset, count) in pieces(bytes) {
         let piece = &mut piece[..count];
@@ -255,7 +269,7 @@ fn pieces(bytes: u64) -> impl Iterator<Item = (u64, usize)> {
 }
 
 /// The 64-bit FNV-1a hash (RFC 9923), going on from `hash`.
-fn fnv1a(hash: u64, bytes: &[u8]) -> u64 {
+pub(crate) fn fnv1a(hash: u64, bytes: &[u8]) -> u64 {
     bytes.iter().fold(hash, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 

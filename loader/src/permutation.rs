@@ -46,6 +46,17 @@ impl Permutation {
         }
     }
 
+    /// What goes to `image`: `inverse(get(i)) == i` for every `i` below `n`. An image of `n` or more counts as `image % n`.
+    pub fn inverse(&self, image: u64) -> u64 {
+        let mut at = image % self.n;
+        loop {
+            at = self.decrypt(at);
+            if at < self.n {
+                return at;
+            }
+        }
+    }
+
     /// One pass through the network, a bijection of the numbers of `2 * half_bits` bits.
     fn encrypt(&self, at: u64) -> u64 {
         let mask = (1 << self.half_bits) - 1;
@@ -54,10 +65,20 @@ impl Permutation {
         });
         left << self.half_bits | right
     }
+
+    /// One pass back.
+    fn decrypt(&self, at: u64) -> u64 {
+        let mask = (1 << self.half_bits) - 1;
+        let (left, right) =
+            self.keys.iter().rev().fold((at >> self.half_bits, at & mask), |(left, right), key| {
+                (right ^ (mix(left ^ key) & mask), left)
+            });
+        left << self.half_bits | right
+    }
 }
 
 /// A step of SplitMix64: the increment, then the finaliser. The increment keeps 0 from staying 0.
-fn mix(value: u64) -> u64 {
+pub(crate) fn mix(value: u64) -> u64 {
     let mut z = value.wrapping_add(GOLDEN);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -79,6 +100,12 @@ mod tests {
             let mut images: Vec<_> = (0..n).map(|i| order.get(i)).collect();
             images.sort_unstable();
             prop_assert!(images.into_iter().eq(0..n));
+        }
+
+        #[test]
+        fn the_inverse_undoes_it(n in 1u64.., i: u64, seed: u64, epoch: u64) {
+            let order = Permutation::new(n, seed, epoch, 5);
+            prop_assert_eq!(order.inverse(order.get(i % n)), i % n);
         }
 
         #[test]

@@ -1,15 +1,16 @@
 //! Batches read ahead of the training loop.
 //!
-//! One reader runs on a blocking thread of a tokio runtime that the prefetcher owns. It reads whole batches in the order
-//! of the sampler, puts them into a bounded queue, and rests while the queue is full. A mutex and a condition variable
-//! join it to the caller rather than a channel of tokio's, whose blocking calls panic inside of another runtime.
+//! A reader runs on a blocking thread of a tokio runtime that the prefetcher owns, or several do, by turns. They read whole
+//! batches in the order of the sampler, put them into a bounded queue, and rest while the queue is full. A mutex and condition variables
+//! join them to the caller rather than a channel of tokio's, whose blocking calls panic inside of another runtime.
 //!
 //! Before a batch is read, the kernel is told of the windows of the one after it, so that a slow disk works on many
 //! windows at a time although they are read one by one.
 //!
 //! Costs: the batches ahead, within both bounds of [`PrefetchOptions`], and one buffer between its return and its next use.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -75,24 +76,40 @@ impl Prefetcher {
     /// the runtime.
     pub fn new(sampler: Sampler, batch: usize, position: u64, options: PrefetchOptions) -> Result<Self> {
         let context = sampler.windows().context();
-        let bytes = context.checked_mul(batch).and_then(|tokens| tokens.checked_mul(TOKEN_BYTES));
-        let batch_bytes = bytes.filter(|&bytes| bytes > 0).ok_or(Error::BadBatch { batch, context })?;
+        let path = sampler.windows().file().path().to_path_buf();
+        Self::start(
+            vec![Box::new(WindowByWindow { sampler, position, begun: false })],
+            Shape { batch, context, path },
+            options,
+        )
+    }
+
+    /// Begins to have sources fill batches by turns.
+    pub(crate) fn start(
+        sources: Vec<Box<dyn Source>>,
+        shape: Shape,
+        options: PrefetchOptions,
+    ) -> Result<Self> {
+        let (batch_bytes, readers) = (shape.batch_bytes()?, sources.len());
         let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            changed: Condvar::new(),
+            state: Mutex::new(State { running: readers, ..State::default() }),
+            filled: Condvar::new(),
+            room: Condvar::new(),
             stop: AtomicBool::new(false),
             limit: options.batches.min(options.bytes / batch_bytes).max(1),
-            sampler,
-            batch,
+            readers,
+            shape,
         });
-        // No future ever runs here: only the blocking thread is wanted, so the scheduler needs no thread of its own.
+        // No future ever runs here: only blocking threads are wanted, so the scheduler needs no thread of its own.
         let runtime = Builder::new_current_thread()
-            .max_blocking_threads(1)
+            .max_blocking_threads(readers.max(1))
             .thread_name("ebbtide-loader")
             .build()
             .map_err(|cause| Error::Start { cause: Arc::new(cause) })?;
-        let reader = Reader { shared: shared.clone(), position };
-        runtime.spawn_blocking(move || reader.run());
+        for (turn, source) in (0..).zip(sources) {
+            let reader = Reader { shared: shared.clone(), source, turn };
+            runtime.spawn_blocking(move || reader.run());
+        }
         Ok(Self { shared, runtime: Some(runtime), failed: None, waited: Duration::ZERO })
     }
 
@@ -108,18 +125,31 @@ impl Prefetcher {
         reason = "an iterator of results would invite `collect` on an endless one"
     )]
     pub fn next(&mut self) -> Result<TokenBatch> {
+        self.next_filled().map(|filled| filled.batch)
+    }
+
+    /// The next batch, and what its source says of it.
+    pub(crate) fn next_filled(&mut self) -> Result<Filled> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
         let mut state = self.shared.lock();
-        if state.ready.is_empty() {
+        if !state.is_ready() {
             let began = Instant::now();
-            state = self.shared.wait_while(state, |state| state.ready.is_empty() && !state.finished);
+            state.awaited = true;
+            state = self.shared.wait_while(state, |state| !state.is_ready() && state.running > 0);
+            state.awaited = false;
             self.waited += began.elapsed();
         }
-        let next = state.ready.pop_front().unwrap_or_else(|| Err(self.shared.stopped()));
+        let turn = state.next;
+        let next = state.ready.remove(&turn).unwrap_or_else(|| Err(self.shared.stopped()));
+        state.next += 1;
+        // Waking costs as much as a small batch: only who sleeps is woken.
+        let asleep = state.asleep > 0;
         drop(state);
-        self.shared.changed.notify_all();
+        if asleep {
+            self.shared.room.notify_all();
+        }
         self.failed = next.as_ref().err().cloned();
         next
     }
@@ -128,7 +158,7 @@ impl Prefetcher {
     pub fn recycle(&mut self, batch: TokenBatch) {
         let mut state = self.shared.lock();
         // One more than the queue holds: the buffer that goes round between the caller and the reader.
-        let buffers = state.ready.len() + usize::from(state.reading) + state.spare.len();
+        let buffers = state.ready.len() + state.reading + state.spare.len();
         if self.shared.fits(&batch) && buffers <= self.shared.limit {
             state.spare.push(batch);
         }
@@ -145,11 +175,119 @@ impl Drop for Prefetcher {
         let state = self.shared.lock();
         // Set under the lock, or the reader could miss it between its check and its sleep.
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.changed.notify_all();
-        drop(self.shared.wait_while(state, |state| !state.finished));
-        // The reader is done. Other ways to end a runtime panic inside of another one.
+        self.shared.room.notify_all();
+        drop(self.shared.wait_while(state, |state| state.running > 0));
+        // The readers are done. Other ways to end a runtime panic inside of another one.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
+        }
+    }
+}
+
+/// Fills the batches of a [`Prefetcher`], one after another.
+pub(crate) trait Source: Send {
+    /// Fills the next batch. May ask `stopping` at times, and then end with any error.
+    fn fill(&mut self, batch: &mut Slots<'_>, stopping: &dyn Fn() -> bool) -> Result<Filling>;
+
+    /// Goes past a batch of so many samples, which another source fills.
+    fn skip(&mut self, batch: usize, stopping: &dyn Fn() -> bool) -> Result<()>;
+}
+
+/// A batch to fill: its inputs and its targets, `[batch, context]` each.
+pub(crate) struct Slots<'a> {
+    pub(crate) context: usize,
+    pub(crate) inputs: &'a mut [u32],
+    pub(crate) targets: &'a mut [i32],
+}
+
+impl Slots<'_> {
+    /// The inputs and targets of each sample.
+    pub(crate) fn samples(&mut self) -> impl Iterator<Item = (&mut [u32], &mut [i32])> {
+        self.inputs.chunks_exact_mut(self.context).zip(self.targets.chunks_exact_mut(self.context))
+    }
+}
+
+/// What a source says of the batch that it filled.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Filling {
+    /// Samples delivered once the batch is used.
+    pub(crate) position: u64,
+    /// The batch's share of the digest, 0 where there is none.
+    pub(crate) digest: u64,
+}
+
+/// A filled batch.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    pub(crate) batch: TokenBatch,
+    pub(crate) digest: u64,
+}
+
+/// What batches are like, and whose they are.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) batch: usize,
+    pub(crate) context: usize,
+    /// The data, for messages.
+    pub(crate) path: PathBuf,
+}
+
+impl Shape {
+    /// Tokens of a batch.
+    fn tokens(&self) -> usize {
+        self.batch * self.context
+    }
+
+    /// Bytes of a batch, above 0.
+    pub(crate) fn batch_bytes(&self) -> Result<usize> {
+        let &Self { batch, context, .. } = self;
+        let bytes = context.checked_mul(batch).and_then(|tokens| tokens.checked_mul(TOKEN_BYTES));
+        bytes.filter(|&bytes| bytes > 0).ok_or(Error::BadBatch { batch, context })
+    }
+}
+
+/// Reads the windows of a sampler one by one.
+struct WindowByWindow {
+    sampler: Sampler,
+    position: u64,
+    /// The kernel knows of the first batch.
+    begun: bool,
+}
+
+impl Source for WindowByWindow {
+    fn fill(&mut self, slots: &mut Slots<'_>, stopping: &dyn Fn() -> bool) -> Result<Filling> {
+        let batch = slots.inputs.len() / slots.context;
+        if !self.begun {
+            self.advise(self.position, batch);
+            self.begun = true;
+        }
+        let position = self.position.checked_add(batch as u64);
+        let position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
+        self.advise(position, batch);
+        let windows = self.sampler.windows();
+        for (sample, (inputs, targets)) in (self.position..position).zip(slots.samples()) {
+            if stopping() {
+                return Err(Error::Stopped { path: windows.file().path().to_path_buf() });
+            }
+            windows.read(self.sampler.window_at(sample), inputs, targets)?;
+        }
+        self.position = position;
+        Ok(Filling { position, digest: 0 })
+    }
+
+    fn skip(&mut self, batch: usize, _: &dyn Fn() -> bool) -> Result<()> {
+        let position = self.position.checked_add(batch as u64);
+        self.position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
+        Ok(())
+    }
+}
+
+impl WindowByWindow {
+    /// Tells the kernel of the first windows of the batch at `position`.
+    fn advise(&self, position: u64, batch: usize) {
+        let count = (batch as u64).min(ADVISED_WINDOWS);
+        for sample in position..position.saturating_add(count) {
+            self.sampler.windows().advise(self.sampler.window_at(sample));
         }
     }
 }
@@ -158,25 +296,42 @@ impl Drop for Prefetcher {
 #[derive(Debug)]
 struct Shared {
     state: Mutex<State>,
-    changed: Condvar,
+    /// Batches are ready, or readers have ended.
+    filled: Condvar,
+    /// There is room for a batch, or it is time to stop.
+    room: Condvar,
     stop: AtomicBool,
     /// The most batches ahead, the one being read included.
     limit: usize,
-    sampler: Sampler,
-    batch: usize,
+    /// Those that fill batches by turns.
+    readers: usize,
+    shape: Shape,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    ready: VecDeque<Result<TokenBatch>>,
+    /// Batches by number, of those that were not taken.
+    ready: BTreeMap<u64, Result<Filled>>,
+    /// The number of the batch to be taken next.
+    next: u64,
     spare: Vec<TokenBatch>,
-    /// A batch is being read.
-    reading: bool,
-    /// The reader has ended.
-    finished: bool,
-    /// The reader has found the queue full and sleeps.
+    /// Batches that are being read.
+    reading: usize,
+    /// Readers that have not ended.
+    running: usize,
+    /// The caller waits.
+    awaited: bool,
+    /// Readers that wait for room.
+    asleep: usize,
+    /// A reader has found the queue full and sleeps.
     #[cfg(test)]
     resting: bool,
+}
+
+impl State {
+    fn is_ready(&self) -> bool {
+        self.ready.contains_key(&self.next)
+    }
 }
 
 impl Shared {
@@ -190,7 +345,7 @@ impl Shared {
         state: MutexGuard<'a, State>,
         condition: impl FnMut(&mut State) -> bool,
     ) -> MutexGuard<'a, State> {
-        self.changed.wait_while(state, condition).unwrap_or_else(PoisonError::into_inner)
+        self.filled.wait_while(state, condition).unwrap_or_else(PoisonError::into_inner)
     }
 
     fn stopping(&self) -> bool {
@@ -198,104 +353,101 @@ impl Shared {
     }
 
     fn stopped(&self) -> Error {
-        Error::Stopped { path: self.sampler.windows().file().path().to_path_buf() }
-    }
-
-    /// Tokens of a batch.
-    fn tokens(&self) -> usize {
-        self.batch * self.sampler.windows().context()
+        Error::Stopped { path: self.shape.path.clone() }
     }
 
     /// Whether a batch has the shape of this prefetcher's, so that its buffers need no change.
     fn fits(&self, batch: &TokenBatch) -> bool {
-        [batch.tokens.len(), batch.targets.len()] == [self.tokens(); 2]
+        [batch.tokens.len(), batch.targets.len()] == [self.shape.tokens(); 2]
     }
 }
 
-/// The background side.
+/// The background side: one of those that fill batches by turns.
 struct Reader {
     shared: Arc<Shared>,
-    position: u64,
+    source: Box<dyn Source>,
+    /// The number of its next batch.
+    turn: u64,
 }
 
 impl Reader {
     fn run(mut self) {
-        self.advise(self.position);
+        let mut skipped = self.skip(self.turn as usize);
         while let Some(buffer) = self.wait_for_room() {
-            let read = self.read(buffer);
+            let read = skipped.and_then(|()| self.read(buffer));
             let failed = read.is_err();
             let mut state = self.shared.lock();
-            state.reading = false;
-            state.ready.push_back(read);
+            state.reading -= 1;
+            state.ready.insert(self.turn, read);
+            let awaited = state.awaited && state.is_ready();
             drop(state);
-            self.shared.changed.notify_all();
+            if awaited {
+                self.shared.filled.notify_all();
+            }
             if failed {
                 return;
             }
+            self.turn += self.shared.readers as u64;
+            // Before it rests, so that it holds nothing that others wait for.
+            skipped = self.skip(self.shared.readers - 1);
         }
+    }
+
+    /// Has the source go past batches of others.
+    fn skip(&mut self, batches: usize) -> Result<()> {
+        let shared = &self.shared;
+        (0..batches).try_for_each(|_| self.source.skip(shared.shape.batch, &|| shared.stopping()))
     }
 
     /// Sleeps until there is room for a batch: a buffer for it, or `None` when it is time to stop.
     fn wait_for_room(&self) -> Option<TokenBatch> {
-        let mut state = self.shared.wait_while(self.shared.lock(), |state| {
-            let full = state.ready.len() >= self.shared.limit && !self.shared.stopping();
+        let mut state = self.shared.lock();
+        state.asleep += 1;
+        let full = |state: &mut State| {
+            let full = self.turn - state.next >= self.shared.limit as u64 && !self.shared.stopping();
             #[cfg(test)]
             {
                 state.resting = full;
-                self.shared.changed.notify_all();
+                self.shared.filled.notify_all();
             }
             full
-        });
+        };
+        state = self.shared.room.wait_while(state, full).unwrap_or_else(PoisonError::into_inner);
+        state.asleep -= 1;
         if self.shared.stopping() {
             return None;
         }
-        state.reading = true;
+        state.reading += 1;
         Some(state.spare.pop().unwrap_or_default())
     }
 
-    /// Reads the batch at the position into a buffer, and moves on.
-    fn read(&mut self, mut out: TokenBatch) -> Result<TokenBatch> {
-        let (windows, batch) = (self.shared.sampler.windows(), self.shared.batch);
-        let context = windows.context();
-        let position = self.position.checked_add(batch as u64);
-        let position = position.ok_or(Error::BadPosition { position: self.position, batch })?;
-        self.advise(position);
-        let tokens = self.shared.tokens();
+    /// Has the source fill a buffer.
+    fn read(&mut self, mut out: TokenBatch) -> Result<Filled> {
+        let (shared, shape) = (&self.shared, &self.shared.shape);
+        let tokens = shape.tokens();
         let reserved = out.tokens.try_reserve_exact(tokens.saturating_sub(out.tokens.len()));
         reserved
             .and_then(|()| out.targets.try_reserve_exact(tokens.saturating_sub(out.targets.len())))
             .map_err(|_| Error::NoMemory { bytes: tokens * TOKEN_BYTES })?;
         out.tokens.resize(tokens, 0);
         out.targets.resize(tokens, 0);
-        let slots = out.tokens.chunks_exact_mut(context).zip(out.targets.chunks_exact_mut(context));
-        for (sample, (inputs, targets)) in (self.position..position).zip(slots) {
-            if self.shared.stopping() {
-                return Err(self.shared.stopped());
-            }
-            windows.read(self.shared.sampler.window_at(sample), inputs, targets)?;
-        }
-        self.position = position;
-        Ok(TokenBatch { batch, context, position, ..out })
-    }
-
-    /// Tells the kernel of the first windows of the batch at `position`.
-    fn advise(&self, position: u64) {
-        let sampler = &self.shared.sampler;
-        let count = (self.shared.batch as u64).min(ADVISED_WINDOWS);
-        for sample in position..position.saturating_add(count) {
-            sampler.windows().advise(sampler.window_at(sample));
-        }
+        let mut slots = Slots { context: shape.context, inputs: &mut out.tokens, targets: &mut out.targets };
+        let Filling { position, digest } = self.source.fill(&mut slots, &|| shared.stopping())?;
+        Ok(Filled {
+            batch: TokenBatch { batch: shape.batch, context: shape.context, position, ..out },
+            digest,
+        })
     }
 }
 
 impl Drop for Reader {
-    /// However the reader ends, nobody waits for it any longer.
+    /// However the reader ends, nobody waits for its batches any longer: one that it did not fill is an error.
     fn drop(&mut self) {
         let mut state = self.shared.lock();
-        state.reading = false;
-        state.finished = true;
+        state.running -= 1;
+        state.ready.entry(self.turn).or_insert_with(|| Err(self.shared.stopped()));
         drop(state);
-        self.shared.changed.notify_all();
+        self.shared.filled.notify_all();
     }
 }
 
@@ -321,8 +473,8 @@ mod tests {
         let mut state = shared.lock();
         // The last rest does not count: the reader looks again, and says so.
         state.resting = false;
-        shared.changed.notify_all();
-        shared.wait_while(state, |state| !state.resting && !state.finished).ready.len()
+        shared.room.notify_all();
+        shared.wait_while(state, |state| !state.resting && state.running > 0).ready.len()
     }
 
     #[test]
@@ -369,7 +521,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut batches = Prefetcher::new(sampler(folder.path()), 3, 0, PrefetchOptions::default()).unwrap();
         batches.shared.stop.store(true, Ordering::Relaxed);
-        batches.shared.changed.notify_all();
+        batches.shared.room.notify_all();
         let error = (0..100).find_map(|_| batches.next().err()).unwrap();
         assert!(matches!(error, Error::Stopped { .. }), "{error}");
     }

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use ebbtide::{
     engine::{Batch, Evaluator},
-    loader::{TokenFile, Windows},
+    loader::Dataset,
     pack::read_sidecar,
 };
 use indicatif::{ProgressBar, ProgressDrawTarget};
@@ -37,8 +37,8 @@ pub(super) fn eval(args: EvalArgs) -> Result<()> {
     let config = folder.config()?;
     let windows = match &args.tokens {
         Some(path) => {
-            let file = TokenFile::open(path)?;
-            file.check_vocabulary(config.model.vocabulary)?;
+            let dataset = Dataset::open(path)?;
+            dataset.check_vocabulary(config.model.vocabulary, u64::MAX)?;
             let tokenizer = config.data.tokenizer;
             if let Some(sidecar) = read_sidecar(path)?.filter(|sidecar| sidecar.tokenizer != tokenizer) {
                 bail!(
@@ -47,7 +47,7 @@ pub(super) fn eval(args: EvalArgs) -> Result<()> {
                     sidecar.tokenizer
                 );
             }
-            Windows::new(&file, 0..file.len(), config.training.context)?
+            dataset.samples(0..dataset.len(), config.training.context)?
         }
         None => folder.data(&config)?.validation,
     };

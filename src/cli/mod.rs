@@ -1,6 +1,8 @@
 //! The commands, and what they share.
 
 mod bench;
+mod bench_loader;
+mod data;
 mod eval;
 mod export;
 mod pack;
@@ -38,6 +40,10 @@ enum Command {
     Plan(plan::PlanArgs),
     /// Time and weigh training steps
     Bench(bench::BenchArgs),
+    /// Ask what a run sees of its data
+    Data(data::DataArgs),
+    /// Time how fast a dataset's windows come, beside the disk itself
+    BenchLoader(bench_loader::BenchLoaderArgs),
 }
 
 pub(crate) fn main() -> ExitCode {
@@ -49,6 +55,8 @@ pub(crate) fn main() -> ExitCode {
         Command::Export(args) => export::export(args),
         Command::Plan(args) => plan::plan_step(args),
         Command::Bench(args) => bench::bench(args),
+        Command::Data(args) => data::data(args),
+        Command::BenchLoader(args) => bench_loader::bench_loader(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

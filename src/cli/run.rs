@@ -14,7 +14,7 @@ use ebbtide::{
     config::Config,
     engine::{Engine, checkpoint, gpt2::Gpt2},
     kernels::{CpuOptions, Device},
-    loader::{TokenFile, TokenWriter, Windows},
+    loader::{Dataset, Samples, TokenWriter},
     offload::OffloadOptions,
     tokenizer::Tokenizer,
 };
@@ -111,19 +111,15 @@ impl RunFolder {
             Some(path) => path.clone(),
             None => self.bundled_tokens(config)?,
         };
-        let tokens = TokenFile::open(&path)?;
+        let tokens = Dataset::open(&path)?;
         let context = config.training.context;
         let (training, validation) = match &config.data.validation {
             Some(path) => {
-                let file = TokenFile::open(path)?;
-                (
-                    Windows::new(&tokens, 0..tokens.len(), context)?,
-                    Windows::new(&file, 0..file.len(), context)?,
-                )
+                let other = Dataset::open(path)?;
+                (tokens.samples(0..tokens.len(), context)?, other.samples(0..other.len(), context)?)
             }
             None => {
-                let (training, validation) =
-                    ebbtide::loader::split(&tokens, config.data.validation_fraction, context)?;
+                let (training, validation) = tokens.split(config.data.validation_fraction, context)?;
                 (training, validation.context("no validation data: data.validation_fraction is 0")?)
             }
         };
@@ -146,8 +142,8 @@ impl RunFolder {
 
 /// What a run reads.
 pub(super) struct RunData {
-    pub(super) training: Windows,
-    pub(super) validation: Windows,
+    pub(super) training: Samples,
+    pub(super) validation: Samples,
 }
 
 /// `metrics.jsonl`.

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebbtide::{
     account::Account,
-    config::{Bytes, Config, ConfigFile, Overrides, Precision},
+    config::{Bytes, Config, ConfigFile, DataOrder, Overrides, Precision},
     engine::{
         Batch, Trainer, TrainerOptions, checkpoint,
         generate::{SampleOptions, generate},
@@ -23,7 +23,10 @@ use ebbtide::{
         plan::{Fit, StepShape, least_budget, nearest_fit, plan},
     },
     kernels::{Category, bytes},
-    loader::{PrefetchOptions, Prefetcher, Sampler, TokenBatch, Windows},
+    loader::{
+        BlockOrder, Dataset, Identity, Loader, LoaderOptions, LoaderReport, LoaderState, Order, Samples,
+        TokenBatch,
+    },
     offload::{Expression, OffloadOptions, OffloadReport, TransferTimes, policy::Builtin},
     tokenizer::Tokenizer,
 };
@@ -76,11 +79,20 @@ pub(crate) struct TrainArgs {
     /// Threads of the kernels; results do not depend on it
     #[arg(long)]
     threads: Option<usize>,
+    /// random, or block for data larger than memory: whole blocks are read, and mixed over a window of them
+    #[arg(long)]
+    order: Option<DataOrder>,
+    /// The most memory of the loader, such as 512MiB [default: half of what is free]
+    #[arg(long)]
+    ram: Option<Bytes>,
     #[command(flatten)]
     tiers: TierArgs,
     /// Go on from the newest checkpoint of --out
     #[arg(long, requires = "out")]
     resume: bool,
+    /// Go on although the files of tokens are not what they were
+    #[arg(long, requires = "resume")]
+    accept_changed_data: bool,
 }
 
 /// What a checkpoint of a run holds beside weights, moments and counts.
@@ -88,8 +100,13 @@ pub(crate) struct TrainArgs {
 struct RunState {
     /// Samples that training has used.
     position: u64,
-    /// Identity of the token file.
-    fingerprint: String,
+    /// What those samples were: see [`LoaderState::digest`]. 0 in checkpoints that have none.
+    #[serde(default)]
+    digest: u64,
+    /// The files of tokens.
+    data: Identity,
+    /// What the order of the samples hangs on beside the seed, 16 hexadecimal digits: the data's fingerprint when the run began.
+    order: String,
     seed: u64,
     tokens: u64,
     seconds: f64,
@@ -130,6 +147,8 @@ struct Summary {
     peak_device_bytes: usize,
     /// The offload runtime's account since the last start.
     offload: Account,
+    /// The loader's since then: what it held, read and waited for.
+    loader: LoaderReport,
     interrupted: bool,
 }
 
@@ -160,9 +179,10 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     let data = folder.data(&config)?;
     let offload =
         config.tiers.options(&shape, &config.training.policy.0, config.training.memory, folder.path())?;
+    let accept_changed_data = args.accept_changed_data;
     let mut run = Run::start(config, folder, data, offload)?;
     if let Some(last) = last {
-        run.resume(&last)?;
+        run.resume(&last, accept_changed_data)?;
     }
     run.train()
 }
@@ -189,6 +209,8 @@ fn overrides(args: &TrainArgs) -> Overrides {
         batch: args.batch,
         accumulate: args.accumulate,
         threads: args.threads,
+        order: args.order,
+        ram: args.ram,
         offload_optimizer: args.offload_optimizer.then_some(true),
         tiers: args.tiers.tiers(),
     }
@@ -224,9 +246,10 @@ fn resumed_config(args: &TrainArgs, folder: &RunFolder) -> Result<Config> {
 /// Holds the files that a run reads before its folder is made.
 fn check_files(config: &Config) -> Result<()> {
     for path in config.data.tokens.iter().chain(&config.data.validation) {
-        let file = ebbtide::loader::TokenFile::open(path)?;
-        file.check_vocabulary(config.model.vocabulary)?;
-        Windows::new(&file, 0..file.len(), config.training.context)?;
+        let dataset = Dataset::open(path)?;
+        // Of larger data the rest is checked as it is read.
+        dataset.check_vocabulary(config.model.vocabulary, 1 << 28)?;
+        dataset.samples(0..dataset.len(), config.training.context)?;
     }
     Ok(())
 }
@@ -313,6 +336,9 @@ struct Run {
     trainer: Trainer,
     stop: Arc<AtomicBool>,
     position: u64,
+    digest: u64,
+    /// See [`RunState::order`].
+    order: u64,
     tokens: u64,
     seconds: f64,
     entropy: f64,
@@ -342,7 +368,8 @@ impl Run {
             }
             eprintln!("\nstopping after this step; Ctrl-C again to stop at once");
         })?;
-        let entropy = unigram_entropy(&data.training)?;
+        let entropy = unigram_entropy(&data.training, config.model.vocabulary)?;
+        let order = data.training.dataset().fingerprint();
         Ok(Run {
             config,
             folder,
@@ -350,6 +377,8 @@ impl Run {
             trainer,
             stop,
             position: 0,
+            digest: 0,
+            order,
             tokens: 0,
             seconds: 0.0,
             entropy,
@@ -358,24 +387,25 @@ impl Run {
         })
     }
 
-    fn resume(&mut self, last: &std::path::Path) -> Result<()> {
+    fn resume(&mut self, last: &std::path::Path, accept_changed_data: bool) -> Result<()> {
         let state: RunState = serde_json::from_value(checkpoint::read_state(last)?.extra)
             .with_context(|| format!("{}: state.json: not the state of a run", last.display()))?;
-        let fingerprint = self.fingerprint();
-        if state.fingerprint != fingerprint {
-            bail!(
-                "{}: the run's tokens have changed: their fingerprint was {}, is {fingerprint}",
-                self.data.training.file().path().display(),
-                state.fingerprint
-            );
+        let dataset = self.data.training.dataset();
+        if let Err(error) = dataset.check_identity(&state.data) {
+            if !accept_changed_data {
+                let what = format!("{}: the run's tokens have changed", dataset.path().display());
+                bail!(
+                    "{what}: {error}; --accept-changed-data goes on all the same, in the order that the run has"
+                );
+            }
+            eprintln!("warning: {error}; the run goes on with what is there now");
         }
+        self.order = u64::from_str_radix(&state.order, 16)
+            .with_context(|| format!("{}: state.json: not an order: {}", last.display(), state.order))?;
         checkpoint::load(&mut self.trainer, last)?;
-        (self.position, self.tokens, self.seconds) = (state.position, state.tokens, state.seconds);
+        (self.position, self.digest) = (state.position, state.digest);
+        (self.tokens, self.seconds) = (state.tokens, state.seconds);
         Ok(())
-    }
-
-    fn fingerprint(&self) -> String {
-        format!("{:016x}", self.data.training.file().fingerprint())
     }
 
     fn train(mut self) -> Result<()> {
@@ -391,9 +421,24 @@ impl Run {
         }
         let mut metrics = self.folder.metrics(self.trainer.steps_done())?;
         self.say_start();
-        let sampler = Sampler::new(self.data.training.clone(), training.seed);
         let windows = self.data.training.count() as f64;
-        let mut loader = Prefetcher::new(sampler, training.batch, self.position, PrefetchOptions::default())?;
+        let options = LoaderOptions {
+            order: match self.config.data.order {
+                DataOrder::Random => Order::Random,
+                DataOrder::Block => Order::Block(BlockOrder::default()),
+            },
+            seed: training.seed,
+            batch: training.batch,
+            ram_bytes: self.config.data.ram.map(|ram| ram.0 as u64),
+            vocabulary: Some(self.config.model.vocabulary),
+            fingerprint: Some(self.order),
+            ..LoaderOptions::default()
+        };
+        let mut loader = Loader::new(
+            &self.data.training,
+            &options,
+            LoaderState { position: self.position, digest: self.digest },
+        )?;
         let validation =
             validation_batches(&self.data.validation, training.validation_windows, training.batch)?;
         let progress = Progress::new(training.steps, self.trainer.steps_done());
@@ -406,12 +451,12 @@ impl Run {
             for _ in 0..training.accumulate {
                 window.push(loader.next()?);
             }
-            let position = window.last().map_or(self.position, |batch| batch.position);
+            let state = loader.state();
             let batches: Vec<Batch> = window.into_iter().map(batch_of).collect();
             let report = self.trainer.step(&batches)?;
             batches.into_iter().for_each(|batch| loader.recycle(tokens_of(batch)));
             let seconds = start.elapsed().as_secs_f64();
-            self.position = position;
+            (self.position, self.digest) = (state.position, state.digest);
             self.tokens += report.tokens as u64;
             self.seconds += seconds;
             // Read once a step: what is decided by it, saving above all, is decided alike.
@@ -459,7 +504,7 @@ impl Run {
             }
         }
         progress.finish();
-        self.finish(last_loss, last_validation)
+        self.finish(last_loss, last_validation, loader.report())
     }
 
     /// The account of the step that has just run, which is added to the run's.
@@ -488,7 +533,9 @@ impl Run {
     fn save(&self) -> Result<PathBuf> {
         let state = RunState {
             position: self.position,
-            fingerprint: self.fingerprint(),
+            digest: self.digest,
+            data: self.data.training.dataset().identity(),
+            order: format!("{:016x}", self.order),
             seed: self.config.training.seed,
             tokens: self.tokens,
             seconds: self.seconds,
@@ -516,11 +563,11 @@ impl Run {
         let tokens = self.data.training.tokens();
         println!(
             "data      {} tokens ({}) to train on, {} of {} windows to validate on ({})",
-            tokens.end - tokens.start,
+            tokens,
             self.config.data.tokenizer,
             training.validation_windows.min(self.data.validation.count()),
             self.data.validation.count(),
-            self.data.training.file().path().display()
+            self.data.training.dataset().path().display()
         );
         let memory =
             training.memory.map_or("no memory budget".to_string(), |memory| format!("budget {memory}"));
@@ -584,7 +631,7 @@ impl Run {
         step_shape(&self.config)
     }
 
-    fn finish(self, loss: f32, validation_loss: Option<f32>) -> Result<()> {
+    fn finish(self, loss: f32, validation_loss: Option<f32>, loader: LoaderReport) -> Result<()> {
         let steps = self.trainer.steps_done();
         let interrupted = steps < self.config.training.steps;
         let memory = self.trainer.engine().device().memory();
@@ -598,6 +645,7 @@ impl Run {
             unigram_entropy: self.entropy,
             peak_device_bytes: memory.peak_bytes,
             offload: Account::new(self.trainer.engine().offload(), &self.moved, &self.times, &memory)?,
+            loader,
             interrupted,
         };
         self.folder.write_summary(&summary)?;
@@ -627,9 +675,9 @@ impl Run {
         }
         let validation = &self.data.validation;
         let available = validation.context().min(PROMPT_TOKENS);
-        let mut prompt = vec![0u16; available];
-        validation.file().read(validation.tokens().start, &mut prompt)?;
-        let prompt: Vec<u32> = prompt.into_iter().map(u32::from).collect();
+        let (mut prompt, mut targets) = (vec![0; validation.context()], vec![0; validation.context()]);
+        validation.read(0, &mut prompt, &mut targets)?;
+        prompt.truncate(available);
         let options = SampleOptions { tokens, temperature: 0.8, top_k: 40, seed: self.config.training.seed };
         let trainer = &self.trainer;
         let written = generate(trainer.engine(), trainer.model(), &prompt, &options, &mut |_| true)?;
@@ -649,7 +697,7 @@ fn text(tokenizer: &Tokenizer, tokens: &[u32]) -> String {
 }
 
 /// Evenly spread windows of the validation data, the same at every validation.
-fn validation_batches(windows: &Windows, count: u64, batch: usize) -> Result<Vec<Batch>> {
+fn validation_batches(windows: &Samples, count: u64, batch: usize) -> Result<Vec<Batch>> {
     let count = count.min(windows.count());
     let context = windows.context();
     let indices: Vec<u64> = (0..count)
@@ -669,20 +717,22 @@ fn validation_batches(windows: &Windows, count: u64, batch: usize) -> Result<Vec
 }
 
 /// `-Σ p ln p` of the tokens' frequencies, over at most the first 64 Mi tokens of the training data.
-fn unigram_entropy(windows: &Windows) -> Result<f64> {
+fn unigram_entropy(samples: &Samples, vocabulary: usize) -> Result<f64> {
     const MOST: u64 = 64 << 20;
-    let range = windows.tokens();
-    let end = range.end.min(range.start + MOST);
-    let mut counts = vec![0u64; 1 << 16];
-    let mut buffer = vec![0u16; 1 << 16];
-    let mut at = range.start;
-    while at < end {
-        let len = buffer.len().min((end - at) as usize);
-        windows.file().read(at, &mut buffer[..len])?;
-        buffer[..len].iter().for_each(|&token| counts[usize::from(token)] += 1);
-        at += len as u64;
+    let context = samples.context();
+    let windows = samples.count().min(MOST.div_ceil(context as u64));
+    let mut counts = vec![0u64; vocabulary];
+    let (mut tokens, mut targets) = (vec![0; context], vec![0; context]);
+    for window in 0..windows {
+        samples.read(window, &mut tokens, &mut targets)?;
+        for &token in &tokens {
+            // One beyond the vocabulary is an error of its own, when the loader comes to it.
+            if let Some(count) = counts.get_mut(token as usize) {
+                *count += 1;
+            }
+        }
     }
-    let total = (end - range.start) as f64;
+    let total = counts.iter().sum::<u64>() as f64;
     let shares = counts.iter().filter(|&&count| count > 0).map(|&count| count as f64 / total);
     Ok(shares.map(|share| -share * share.ln()).sum())
 }
