@@ -429,6 +429,7 @@ impl<'m> Tape<'m> {
                 rows: count,
                 vocabulary,
                 gradient_scale: recording.then_some(into.weight),
+                loss_scale: None,
             }))?;
             let Some(dx) = &dx else { continue };
             engine.submit(Op::Gemm(Gemm {

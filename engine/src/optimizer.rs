@@ -191,6 +191,7 @@ impl AdamW {
                     first_moment: first_moment.clone(),
                     second_moment: second_moment.clone(),
                     gradient_scale: (clip > 0.0).then(|| self.coefficient.clone()),
+                    scaled: None,
                     learning_rate,
                     beta1: self.options.beta1,
                     beta2: self.options.beta2,

@@ -9,7 +9,13 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-use crate::{Element, Slice};
+use crate::{
+    DType, Element, Slice,
+    cpu::{
+        float::{FloatParts, Floats},
+        threads::Parts,
+    },
+};
 
 /// Address space asked for where no budget is set; pages are taken from the system when first touched.
 const UNLIMITED_BYTES: usize = 1 << 40;
@@ -57,6 +63,36 @@ impl Memory {
         let start = self.start::<T>(slice);
         // SAFETY: as in `read`; the caller grants exclusive access.
         unsafe { std::slice::from_raw_parts_mut(start, slice.len()) }
+    }
+
+    /// Floats of any type, to read.
+    ///
+    /// # Safety
+    /// As for [`Memory::read`].
+    pub(crate) unsafe fn floats(&self, slice: &Slice) -> Floats<'_> {
+        // SAFETY: the caller keeps the contract.
+        unsafe {
+            match slice.dtype() {
+                DType::F16 => Floats::F16(self.read(slice)),
+                DType::BF16 => Floats::BF16(self.read(slice)),
+                _ => Floats::F32(self.read(slice)),
+            }
+        }
+    }
+
+    /// Floats of any type, to write.
+    ///
+    /// # Safety
+    /// As for [`Memory::write`].
+    pub(crate) unsafe fn float_parts(&self, slice: &Slice) -> FloatParts<'_> {
+        // SAFETY: the caller keeps the contract.
+        unsafe {
+            match slice.dtype() {
+                DType::F16 => FloatParts::F16(Parts::new(self.write(slice))),
+                DType::BF16 => FloatParts::BF16(Parts::new(self.write(slice))),
+                _ => FloatParts::F32(Parts::new(self.write(slice))),
+            }
+        }
     }
 
     /// The bytes of a slice, to read.

@@ -95,6 +95,51 @@ pub struct Gemm {
     pub k: usize,
 }
 
+/// How a loss scale moves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScalerRules {
+    /// Multiplies the scale after `interval` steps without overflow; not where the result would be infinite.
+    pub growth: f32,
+    /// Multiplies it after an overflow.
+    pub backoff: f32,
+    /// Steps without overflow until it grows.
+    pub interval: u32,
+    /// It never falls below.
+    pub floor: f32,
+    /// Overflows since it last grew that it takes before it falls: 1 to fall at once.
+    pub hysteresis: u32,
+}
+
+/// The scaler's counters, by their index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum ScalerCounter {
+    /// Steps without overflow since the scale last moved.
+    Growth,
+    /// Overflows since it last grew.
+    Overflows,
+    /// Overflows in a row that found the scale at its floor.
+    AtFloor,
+    /// Steps whose update was applied.
+    Applied,
+    /// Steps that were skipped.
+    Skipped,
+}
+
+impl ScalerCounter {
+    /// How many there are.
+    pub const COUNT: usize = 5;
+}
+
+/// What an update under a loss scale hangs on, read on the device.
+#[derive(Clone, Debug)]
+pub struct Scaled {
+    /// One f32: not 0 if the step is to be skipped.
+    pub found_inf: Slice,
+    /// The scaler's counters, of which [`ScalerCounter::Applied`] is the number of the update less one.
+    pub counters: Slice,
+}
+
 /// The residual stream that a [`LayerNorm`] adds to before it normalises.
 #[derive(Clone, Debug)]
 pub struct Residual {
@@ -306,6 +351,8 @@ pub struct CrossEntropy {
     pub vocabulary: usize,
     /// What a unit of loss weighs in the gradient.
     pub gradient_scale: Option<f32>,
+    /// One f32 on the device that multiplies the gradient beside that: the loss scale.
+    pub loss_scale: Option<Slice>,
 }
 
 /// Decoupled weight decay Adam (Loshchilov and Hutter, 2019), as `torch.optim.AdamW` computes it:
@@ -333,8 +380,10 @@ pub struct AdamW {
     pub epsilon: f32,
     /// Weight decay.
     pub weight_decay: f32,
-    /// t, from 1.
+    /// t, from 1; by a scaler's count instead, where there is one.
     pub step: u64,
+    /// Of an update under a loss scale: whether it is skipped, and its number.
+    pub scaled: Option<Scaled>,
 }
 
 /// A computation of the user's own.
@@ -551,6 +600,29 @@ pub enum Op {
         /// The largest norm allowed; infinity to only measure.
         max_norm: f32,
     },
+    /// Divides scaled gradients by their scale, in one pass: `gradients *= 1 / scale`, `sum_squares = Σ gradients²` after it, and
+    /// `found_inf` becomes 1 if any element was not finite before or is not after.
+    Unscale {
+        /// f32, updated.
+        gradients: Slice,
+        /// One f32.
+        scale: Slice,
+        /// One f32, 0 or 1, updated.
+        found_inf: Slice,
+        /// One f32, overwritten.
+        sum_squares: Slice,
+    },
+    /// The scale's own step, as `torch.amp.GradScaler.update` makes it, with a floor and hysteresis; `found_inf` becomes 0.
+    ScalerUpdate {
+        /// One f32, updated.
+        scale: Slice,
+        /// [`ScalerCounter::COUNT`] u32, updated.
+        counters: Slice,
+        /// One f32, 0 or 1, updated.
+        found_inf: Slice,
+        /// How the scale moves.
+        rules: ScalerRules,
+    },
     /// See [`AdamW`].
     AdamW(AdamW),
     /// See [`CustomOp`].
@@ -625,6 +697,14 @@ impl<'a> Operand<'a> {
     fn dtype(self, dtype: DType) -> Self {
         Operand { expected_dtype: Some(dtype), ..self }
     }
+    /// f32, f16 or bf16.
+    fn float(self) -> Self {
+        let Place::Device(slice) = self.place else { return self };
+        match slice.dtype() {
+            dtype @ (DType::F16 | DType::BF16) => self.dtype(dtype),
+            _ => self.dtype(DType::F32),
+        }
+    }
     fn any_dtype(self) -> Self {
         Operand { expected_dtype: None, ..self }
     }
@@ -664,6 +744,8 @@ impl Op {
             Op::Sum { .. } => "sum",
             Op::SumSquares { .. } => "sum_squares",
             Op::ClipCoefficient { .. } => "clip_coefficient",
+            Op::Unscale { .. } => "unscale",
+            Op::ScalerUpdate { .. } => "scaler_update",
             Op::AdamW(_) => "adamw",
             Op::Custom { custom, .. } => custom.name(),
         }
@@ -708,8 +790,8 @@ impl Op {
                 device("out", out, Write, out.len()).dtype(DType::U8),
             ],
             Op::MaxDifference { input, other, out } => vec![
-                device("input", input, Read, input.len()),
-                device("other", other, Read, input.len()),
+                device("input", input, Read, input.len()).float(),
+                device("other", other, Read, input.len()).float(),
                 device("out", out, Update, 1),
             ],
             Op::Checksum { input, out } => vec![
@@ -717,94 +799,94 @@ impl Op {
                 device("out", out, Write, 2).dtype(DType::U32),
             ],
             Op::Add { input, out } => {
-                vec![device("input", input, Read, out.len()), device("out", out, Update, out.len())]
+                vec![device("input", input, Read, out.len()).float(), device("out", out, Update, out.len()).float()]
             }
-            Op::Dropout { data, .. } => vec![device("data", data, Update, data.len())],
+            Op::Dropout { data, .. } => vec![device("data", data, Update, data.len()).float()],
             Op::Gemm(op) => {
                 let mut operands = vec![
-                    device("a", &op.a, Read, op.m * op.k),
-                    device("b", &op.b, Read, op.k * op.n),
-                    device("out", &op.out, if op.accumulate { Update } else { Write }, op.m * op.n),
+                    device("a", &op.a, Read, op.m * op.k).float(),
+                    device("b", &op.b, Read, op.k * op.n).float(),
+                    device("out", &op.out, if op.accumulate { Update } else { Write }, op.m * op.n).float(),
                 ];
                 operands.extend(op.bias.iter().map(|bias| device("bias", bias, Read, op.n)));
                 operands
             }
             Op::Int8Encode { input, out, group, .. } => vec![
-                device("input", input, Read, input.len()),
+                device("input", input, Read, input.len()).float(),
                 device("out", out, Write, int8_bytes(input.len(), (*group).max(1))).dtype(DType::U8),
             ],
             Op::Int8Decode { input, out, group } => vec![
                 device("input", input, Read, int8_bytes(out.len(), (*group).max(1))).dtype(DType::U8),
-                device("out", out, Write, out.len()),
+                device("out", out, Write, out.len()).float(),
             ],
             Op::BiasBackward { dout, dbias, workspace, rows, width } => vec![
-                device("dout", dout, Read, rows * width),
+                device("dout", dout, Read, rows * width).float(),
                 device("dbias", dbias, Update, *width),
                 device("workspace", workspace, Write, reduce_workspace(*rows, *width)),
             ],
             Op::Gelu { input, out, .. } => {
-                vec![device("input", input, Read, out.len()), device("out", out, Write, out.len())]
+                vec![device("input", input, Read, out.len()).float(), device("out", out, Write, out.len()).float()]
             }
             Op::GeluBackward { input, gradient, .. } => vec![
-                device("input", input, Read, gradient.len()),
-                device("gradient", gradient, Update, gradient.len()),
+                device("input", input, Read, gradient.len()).float(),
+                device("gradient", gradient, Update, gradient.len()).float(),
             ],
             Op::LayerNorm(op) => {
                 let size = op.rows * op.width;
                 let mut operands = vec![
-                    device("input", &op.input, Read, size),
+                    device("input", &op.input, Read, size).float(),
                     device("weight", &op.weight, Read, op.width),
                     device("bias", &op.bias, Read, op.width),
-                    device("out", &op.out, Write, size),
+                    device("out", &op.out, Write, size).float(),
                     device("mean", &op.mean, Write, op.rows),
                     device("rstd", &op.rstd, Write, op.rows),
                 ];
                 if let Some(residual) = &op.residual {
-                    operands.push(device("residual.input", &residual.input, Read, size));
-                    operands.push(device("residual.out", &residual.out, Write, size));
+                    operands.push(device("residual.input", &residual.input, Read, size).float());
+                    operands.push(device("residual.out", &residual.out, Write, size).float());
                 }
                 operands
             }
             Op::LayerNormApply(op) => vec![
-                device("input", &op.input, Read, op.rows * op.width),
+                device("input", &op.input, Read, op.rows * op.width).float(),
                 device("weight", &op.weight, Read, op.width),
                 device("bias", &op.bias, Read, op.width),
                 device("mean", &op.mean, Read, op.rows),
                 device("rstd", &op.rstd, Read, op.rows),
-                device("out", &op.out, Write, op.rows * op.width),
+                device("out", &op.out, Write, op.rows * op.width).float(),
             ],
             Op::LayerNormBackward(op) => {
                 let size = op.rows * op.width;
                 let mut operands = vec![
-                    device("dout", &op.dout, Read, size),
-                    device("input", &op.input, Read, size),
+                    device("dout", &op.dout, Read, size).float(),
+                    device("input", &op.input, Read, size).float(),
                     device("weight", &op.weight, Read, op.width),
                     device("mean", &op.mean, Read, op.rows),
                     device("rstd", &op.rstd, Read, op.rows),
-                    device("dinput", &op.dinput, if op.accumulate { Update } else { Write }, size),
+                    device("dinput", &op.dinput, if op.accumulate { Update } else { Write }, size).float(),
                     device("dweight", &op.dweight, Update, op.width),
                     device("dbias", &op.dbias, Update, op.width),
                     device("workspace", &op.workspace, Write, reduce_workspace(op.rows, 2 * op.width)),
                 ];
-                operands.extend(op.ddelta.iter().map(|(ddelta, _)| device("ddelta", ddelta, Write, size)));
+                operands.extend(op.ddelta.iter().map(|(ddelta, _)| device("ddelta", ddelta, Write, size).float()));
                 operands
             }
             Op::Attention(op) => {
                 let s = &op.shape;
                 vec![
-                    device("qkv", &op.qkv, Read, 3 * s.channels()),
-                    device("out", &op.out, Write, s.channels()),
+                    device("qkv", &op.qkv, Read, 3 * s.channels()).float(),
+                    device("out", &op.out, Write, s.channels()).float(),
                     device("lse", &op.lse, Write, s.rows()),
                 ]
             }
             Op::AttentionBackward(op) => {
                 let s = &op.shape;
                 vec![
-                    device("dout", &op.dout, Read, s.channels()),
-                    device("qkv", &op.qkv, Read, 3 * s.channels()),
-                    device("out", &op.out, Read, s.channels()),
+                    device("dout", &op.dout, Read, s.channels()).float(),
+                    device("qkv", &op.qkv, Read, 3 * s.channels()).float(),
+                    device("out", &op.out, Read, s.channels()).float(),
                     device("lse", &op.lse, Read, s.rows()),
-                    device("dqkv", &op.dqkv, Write, 3 * s.channels()),
+                    device("dqkv", &op.dqkv, Write, 3 * s.channels()).float(),
                     device("workspace", &op.workspace, Write, s.rows()),
                 ]
             }
@@ -812,35 +894,46 @@ impl Op {
                 let rows = op.batch * op.context;
                 vec![
                     device("tokens", &op.tokens, Read, rows).dtype(DType::U32),
-                    device("wte", &op.wte, Read, op.vocabulary * op.width),
-                    device("wpe", &op.wpe, Read, op.context * op.width),
-                    device("out", &op.out, Write, rows * op.width),
+                    device("wte", &op.wte, Read, op.vocabulary * op.width).float(),
+                    device("wpe", &op.wpe, Read, op.context * op.width).float(),
+                    device("out", &op.out, Write, rows * op.width).float(),
                 ]
             }
             Op::EmbeddingBackward(op) => {
                 let rows = op.batch * op.context;
                 vec![
                     device("tokens", &op.tokens, Read, rows).dtype(DType::U32),
-                    device("dout", &op.dout, Read, rows * op.width),
+                    device("dout", &op.dout, Read, rows * op.width).float(),
                     device("dwte", &op.dwte, Update, op.vocabulary * op.width),
                     device("dwpe", &op.dwpe, Update, op.context * op.width),
                 ]
             }
-            Op::CrossEntropy(op) => vec![
-                device(
-                    "logits",
-                    &op.logits,
-                    if op.gradient_scale.is_some() { Update } else { Read },
-                    op.rows * op.vocabulary,
-                ),
-                device("targets", &op.targets, Read, op.rows).dtype(DType::I32),
-                device("losses", &op.losses, Write, op.rows),
+            Op::CrossEntropy(op) => {
+                let mode = if op.gradient_scale.is_some() { Update } else { Read };
+                let mut operands = vec![
+                    device("logits", &op.logits, mode, op.rows * op.vocabulary).float(),
+                    device("targets", &op.targets, Read, op.rows).dtype(DType::I32),
+                    device("losses", &op.losses, Write, op.rows),
+                ];
+                operands.extend(op.loss_scale.iter().map(|scale| device("loss_scale", scale, Read, 1)));
+                operands
+            }
+            Op::Unscale { gradients, scale, found_inf, sum_squares } => vec![
+                device("gradients", gradients, Update, gradients.len()),
+                device("scale", scale, Read, 1),
+                device("found_inf", found_inf, Update, 1),
+                device("sum_squares", sum_squares, Write, 1),
+            ],
+            Op::ScalerUpdate { scale, counters, found_inf, .. } => vec![
+                device("scale", scale, Update, 1),
+                device("counters", counters, Update, ScalerCounter::COUNT).dtype(DType::U32),
+                device("found_inf", found_inf, Update, 1),
             ],
             Op::Sum { input, out, .. } => {
-                vec![device("input", input, Read, input.len()), device("out", out, Update, 1)]
+                vec![device("input", input, Read, input.len()).float(), device("out", out, Update, 1)]
             }
             Op::SumSquares { input, out } => {
-                vec![device("input", input, Read, input.len()), device("out", out, Write, 1)]
+                vec![device("input", input, Read, input.len()).float(), device("out", out, Write, 1)]
             }
             Op::ClipCoefficient { sum_squares, norm, coefficient, .. } => vec![
                 device("sum_squares", sum_squares, Read, sum_squares.len()),
@@ -856,6 +949,12 @@ impl Op {
                     device("second_moment", &op.second_moment, Update, len),
                 ];
                 operands.extend(op.gradient_scale.iter().map(|s| device("gradient_scale", s, Read, 1)));
+                if let Some(scaled) = &op.scaled {
+                    operands.push(device("found_inf", &scaled.found_inf, Read, 1));
+                    operands.push(
+                        device("counters", &scaled.counters, Read, ScalerCounter::COUNT).dtype(DType::U32),
+                    );
+                }
                 operands
             }
             Op::Custom { inputs, outputs, .. } => {
@@ -927,14 +1026,22 @@ impl Op {
             }
             Op::Embedding(op) => vec![&mut op.tokens, &mut op.wte, &mut op.wpe, &mut op.out],
             Op::EmbeddingBackward(op) => vec![&mut op.tokens, &mut op.dout, &mut op.dwte, &mut op.dwpe],
-            Op::CrossEntropy(op) => vec![&mut op.logits, &mut op.targets, &mut op.losses],
+            Op::CrossEntropy(op) => {
+                [&mut op.logits, &mut op.targets, &mut op.losses].into_iter().chain(&mut op.loss_scale).collect()
+            }
+            Op::Unscale { gradients, scale, found_inf, sum_squares } => {
+                vec![gradients, scale, found_inf, sum_squares]
+            }
+            Op::ScalerUpdate { scale, counters, found_inf, .. } => vec![scale, counters, found_inf],
             Op::ClipCoefficient { sum_squares, norm, coefficient, .. } => {
                 vec![sum_squares, norm, coefficient]
             }
             Op::AdamW(op) => {
+                let scaled = op.scaled.iter_mut().flat_map(|s| [&mut s.found_inf, &mut s.counters]);
                 [&mut op.parameters, &mut op.gradients, &mut op.first_moment, &mut op.second_moment]
                     .into_iter()
                     .chain(&mut op.gradient_scale)
+                    .chain(scaled)
                     .collect()
             }
             Op::Custom { inputs, outputs, .. } => inputs.iter_mut().chain(outputs).collect(),
@@ -1026,6 +1133,24 @@ impl Op {
                 if ![64, 128, 256].contains(group) =>
             {
                 bad("a group of 64, 128 or 256", group.to_string())
+            }
+            Op::ScalerUpdate { rules, .. } => {
+                let ScalerRules { growth, backoff, interval, floor, hysteresis } = *rules;
+                let sound = growth.is_finite()
+                    && growth >= 1.0
+                    && backoff > 0.0
+                    && backoff <= 1.0
+                    && interval > 0
+                    && floor.is_finite()
+                    && floor > 0.0
+                    && hysteresis > 0;
+                match sound {
+                    true => Ok(()),
+                    false => bad(
+                        "a growth from 1, a backoff in (0, 1], a floor above 0, an interval and a hysteresis from 1",
+                        format!("{rules:?}"),
+                    ),
+                }
             }
             Op::AdamW(op) if op.step == 0 => bad("a step from 1", "0".into()),
             Op::Cast { input, out } => {

@@ -242,6 +242,7 @@ fn cross_entropy(s: Sizes, new: New<'_>, gradient_scale: Option<f32>) -> Op {
         rows: s.rows(),
         vocabulary: s.vocabulary,
         gradient_scale,
+        loss_scale: None,
     })
 }
 
@@ -252,6 +253,7 @@ fn adamw(s: Sizes, new: New<'_>, scaled: bool) -> Op {
         first_moment: new(s.size(), DType::F32),
         second_moment: new(s.size(), DType::F32),
         gradient_scale: scaled.then(|| new(1, DType::F32)),
+        scaled: None,
         learning_rate: 0.1,
         beta1: 0.9,
         beta2: 0.99,
@@ -470,6 +472,7 @@ fn indices_out_of_range_name_value_and_index() {
             rows: 2,
             vocabulary: 2,
             gradient_scale: Some(1.0),
+            loss_scale: None,
         }));
         let message = bench.device.synchronize().unwrap_err().to_string();
         assert!(message.starts_with("cross_entropy failed: target 2147483647 at index 1"), "{message}");

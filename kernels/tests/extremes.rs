@@ -525,6 +525,7 @@ fn cross_entropy(bench: &Bench, logits: &[f32], targets: &[i32], scale: Option<f
         rows,
         vocabulary,
         gradient_scale: scale,
+        loss_scale: None,
     }));
     [bench.down(&losses), bench.down(&slice)]
 }
@@ -651,6 +652,7 @@ fn adamw(bench: &Bench, state: &State, gradients: &[f32], scale: Option<f32>, st
         first_moment: first_moment.clone(),
         second_moment: second_moment.clone(),
         gradient_scale: scale.map(|scale| bench.up(&[scale])),
+        scaled: None,
         learning_rate: 0.125,
         beta1: 0.5,
         beta2: 0.75,

@@ -559,6 +559,7 @@ fn cross_entropies() {
                 rows,
                 vocabulary,
                 gradient_scale,
+                loss_scale: None,
             }));
             close("cross entropy", &bench.down(&losses), &expected, 32.0);
             let after = bench.down(&slice);

@@ -158,6 +158,7 @@ fn every_kernel(device: &Device, rows: usize, width: usize, seed: u64) -> Vec<Ve
         rows,
         vocabulary: width,
         gradient_scale: Some(0.5),
+        loss_scale: None,
     }));
     let (total, squares, norm, coefficient) = (up(24, 1), out(1), out(1), out(1));
     submit(Op::Sum { input: losses.clone(), out: total.clone(), scale: 0.3 });
@@ -176,6 +177,7 @@ fn every_kernel(device: &Device, rows: usize, width: usize, seed: u64) -> Vec<Ve
         first_moment: first.clone(),
         second_moment: second.clone(),
         gradient_scale: Some(coefficient.clone()),
+        scaled: None,
         learning_rate: 0.1,
         beta1: 0.9,
         beta2: 0.99,
@@ -269,6 +271,7 @@ proptest! {
                 first_moment: first.clone(),
                 second_moment: second.clone(),
                 gradient_scale: Some(scale.clone()),
+                scaled: None,
                 learning_rate: rate as f32,
                 beta1: beta1 as f32,
                 beta2: beta2 as f32,
@@ -366,6 +369,7 @@ fn what_is_not_finite_stays_so() {
             rows: 3,
             vocabulary: 2,
             gradient_scale: Some(1.0),
+            loss_scale: None,
         }))
         .unwrap();
     let found = bench.down(&losses);
@@ -415,6 +419,7 @@ fn indices_out_of_range_fail_the_op_and_not_the_device() {
         rows: 2,
         vocabulary: 2,
         gradient_scale: None,
+        loss_scale: None,
     });
     for (op, expected) in [
         (embedding, "embedding failed: token 5 at index 2 is outside of the vocabulary of 5"),

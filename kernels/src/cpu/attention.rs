@@ -24,11 +24,12 @@
 //! Cost: `2 · 2` operations a channel and a visible pair forward, `5 · 2` backward, and up to a block's half more on the
 //! diagonal. Memory: two tiles and two rows a thread, kept between calls: 0.3 MiB.
 
-use std::cell::RefCell;
+use std::{cell::RefCell, ops::Range};
 
 use multiversion::multiversion;
 
 use super::{
+    float::{FloatParts, Floats},
     gemm::{View, product},
     math::{exp, maximum, sum, sum_of},
     threads::{Parts, Threads},
@@ -45,33 +46,48 @@ const STRIDE: usize = KEYS + 16;
 /// See [`crate::op::Attention`].
 pub(crate) fn attention(
     threads: &Threads,
-    qkv: &[f32],
-    out: &mut [f32],
+    qkv: Floats<'_>,
+    out: &FloatParts<'_>,
     lse: &mut [f32],
     shape: &AttentionShape,
     dropout: Option<Dropout>,
 ) {
     assert_eq!((qkv.len(), out.len(), lse.len()), (3 * shape.channels(), shape.channels(), shape.rows()));
-    if out.is_empty() {
+    if out.len() == 0 {
         return;
     }
     let blocks = shape.context.div_ceil(QUERIES);
-    let bytes = size_of_val(qkv) + size_of_val(out);
-    let (out, lse) = (Parts::new(out), Parts::new(lse));
-    threads.for_each(shape.batch * shape.heads * blocks, bytes, |task| {
-        let head = Head::new(shape, task / blocks);
-        SCRATCH.with_borrow_mut(|scratch| head.forward(task % blocks, qkv, &out, &lse, dropout, scratch));
+    let (heads, bytes) = (shape.batch * shape.heads, 4 * (qkv.len() + out.len()));
+    let lse = Parts::new(lse);
+    if let (Floats::F32(qkv), FloatParts::F32(out)) = (qkv, out) {
+        threads.for_each(heads * blocks, bytes, |task| {
+            let head = Head::new(shape, task / blocks);
+            SCRATCH.with_borrow_mut(|scratch| head.forward(task % blocks, qkv, out, &lse, dropout, scratch));
+        });
+        return;
+    }
+    // A head a task, which is converted whole.
+    threads.for_each(heads, bytes, |task| {
+        let (head, alone) = (Head::new(shape, task), Head::alone(shape, task));
+        let mut own = vec![0.0; 4 * shape.context * shape.head_size];
+        let (of_qkv, of_out) = own.split_at_mut(3 * shape.context * shape.head_size);
+        head.gather(qkv, 3, of_qkv);
+        let parts = Parts::new(&mut *of_out);
+        for block in 0..blocks {
+            SCRATCH.with_borrow_mut(|scratch| alone.forward(block, of_qkv, &parts, &lse, dropout, scratch));
+        }
+        head.scatter(of_out, 1, out);
     });
 }
 
 /// See [`crate::op::AttentionBackward`].
 pub(crate) fn attention_backward(
     threads: &Threads,
-    dout: &[f32],
-    qkv: &[f32],
-    out: &[f32],
+    dout: Floats<'_>,
+    qkv: Floats<'_>,
+    out: Floats<'_>,
     lse: &[f32],
-    dqkv: &mut [f32],
+    dqkv: &FloatParts<'_>,
     workspace: &mut [f32],
     shape: &AttentionShape,
     dropout: Option<Dropout>,
@@ -79,18 +95,35 @@ pub(crate) fn attention_backward(
     assert_eq!((qkv.len(), dqkv.len()), (3 * shape.channels(), 3 * shape.channels()));
     assert_eq!((dout.len(), out.len()), (shape.channels(), shape.channels()));
     assert_eq!((lse.len(), workspace.len()), (shape.rows(), shape.rows()));
-    if out.is_empty() {
+    if out.len() == 0 {
         return;
     }
-    let bytes = size_of_val(qkv) + size_of_val(dqkv) + size_of_val(out) + size_of_val(dout);
-    let (dqkv, workspace) = (Parts::new(dqkv), Parts::new(workspace));
+    let bytes = 4 * (qkv.len() + dqkv.len() + out.len() + dout.len());
+    let workspace = Parts::new(workspace);
     threads.for_each(shape.batch * shape.heads, bytes, |task| {
         let head = Head::new(shape, task);
         // SAFETY: each task has rows of its own: those of its head.
         let d = unsafe { workspace.slice(task * shape.context, shape.context) };
-        head.row_sums(dout, out, d);
         let lse = &lse[task * shape.context..][..shape.context];
-        SCRATCH.with_borrow_mut(|scratch| head.backward(dout, qkv, lse, d, &dqkv, dropout, scratch));
+        if let (Floats::F32(dout), Floats::F32(qkv), Floats::F32(out), FloatParts::F32(dqkv)) =
+            (dout, qkv, out, dqkv)
+        {
+            head.row_sums(dout, out, d);
+            SCRATCH.with_borrow_mut(|scratch| head.backward(dout, qkv, lse, d, dqkv, dropout, scratch));
+            return;
+        }
+        let (alone, channels) = (Head::alone(shape, task), shape.context * shape.head_size);
+        let mut own = vec![0.0; 8 * channels];
+        let (of_qkv, rest) = own.split_at_mut(3 * channels);
+        let (of_dqkv, rest) = rest.split_at_mut(3 * channels);
+        let (of_dout, of_out) = rest.split_at_mut(channels);
+        head.gather(qkv, 3, of_qkv);
+        head.gather(dout, 1, of_dout);
+        head.gather(out, 1, of_out);
+        alone.row_sums(of_dout, of_out, d);
+        let parts = Parts::new(&mut *of_dqkv);
+        SCRATCH.with_borrow_mut(|scratch| alone.backward(of_dout, of_qkv, lse, d, &parts, dropout, scratch));
+        head.scatter(of_dqkv, 3, dqkv);
     });
 }
 
@@ -154,6 +187,35 @@ impl Head {
             width,
             start: row * width + column,
             qkv_start: row * 3 * width + column,
+        }
+    }
+
+    /// The same head where nothing else is in its buffers, position after position.
+    fn alone(shape: &AttentionShape, index: usize) -> Self {
+        Head { width: shape.head_size, start: 0, qkv_start: 0, ..Head::new(shape, index) }
+    }
+
+    /// Where the head's channels of a position are, in a buffer of `parts` times the width: 3 of `qkv`, 1 of `out`.
+    fn channels(&self, parts: usize, position: usize, part: usize) -> Range<usize> {
+        let start = if parts == 3 { self.qkv_start } else { self.start };
+        let first = start + position * parts * self.width + part * self.width;
+        first..first + self.size
+    }
+
+    /// Converts the head's channels into a buffer of its own.
+    fn gather(&self, from: Floats<'_>, parts: usize, out: &mut [f32]) {
+        for (i, out) in out.chunks_exact_mut(self.size).enumerate() {
+            from.widen(self.channels(parts, i / parts, i % parts), out);
+        }
+    }
+
+    /// Converts a buffer of the head's own back to where its channels are.
+    fn scatter(&self, own: &[f32], parts: usize, out: &FloatParts<'_>) {
+        let mut scratch = Vec::new();
+        for (i, own) in own.chunks_exact(self.size).enumerate() {
+            let channels = self.channels(parts, i / parts, i % parts);
+            // SAFETY: a task has its head's channels to itself.
+            unsafe { out.write(channels, &mut scratch, |out| out.copy_from_slice(own)) };
         }
     }
 

@@ -7,16 +7,18 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     elementwise::PIECE,
+    float::Floats,
     threads::{Parts, Threads},
 };
 
 /// `max |input - other|`, as [`crate::Op::MaxDifference`] has it.
-pub(crate) fn max_difference(threads: &Threads, input: &[f32], other: &[f32]) -> f32 {
+pub(crate) fn max_difference(threads: &Threads, input: Floats<'_>, other: Floats<'_>) -> f32 {
     // Of floats that are not negative the bits are in the order of the values.
     let most = AtomicU32::new(0);
-    threads.for_each(input.len().div_ceil(PIECE), size_of_val(input), |piece| {
+    threads.for_each(input.len().div_ceil(PIECE), input.bytes(), |piece| {
         let range = piece * PIECE..input.len().min((piece + 1) * PIECE);
-        let difference = max_of_piece(&input[range.clone()], &other[range]);
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        let difference = max_of_piece(input.part(range.clone(), &mut a), other.part(range, &mut b));
         most.fetch_max(difference.to_bits(), Ordering::Relaxed);
     });
     f32::from_bits(most.into_inner())

@@ -7,6 +7,7 @@
 use multiversion::multiversion;
 
 use super::{
+    float::{FloatParts, Floats},
     math::{exp, maximum, sum, sum_of},
     threads::{Parts, Threads},
 };
@@ -20,18 +21,19 @@ const STRETCH: usize = 1024;
 /// Names the first target outside of the vocabulary, and its place.
 pub(crate) fn cross_entropy(
     threads: &Threads,
-    logits: &mut [f32],
+    logits: &FloatParts<'_>,
     targets: &[i32],
     losses: &mut [f32],
     vocabulary: usize,
     gradient_scale: f32,
 ) -> Result<(), String> {
     check(targets, vocabulary)?;
-    let bytes = size_of_val(logits);
-    let (logits, losses) = (Parts::new(logits), Parts::new(losses));
-    threads.for_each(targets.len(), bytes, |row| {
+    let losses = Parts::new(losses);
+    threads.for_each(targets.len(), 4 * logits.len(), |row| {
+        let range = row * vocabulary..(row + 1) * vocabulary;
         // SAFETY: each row belongs to one task.
-        let (logits, loss) = unsafe { (logits.slice(row * vocabulary, vocabulary), losses.slice(row, 1)) };
+        let loss = unsafe { losses.slice(row, 1) };
+        let gradient = |logits: &mut [f32]| {
         let Ok(target) = usize::try_from(targets[row]) else {
             logits.fill(0.0);
             loss[0] = 0.0;
@@ -43,6 +45,9 @@ pub(crate) fn cross_entropy(
         loss[0] = loss_of(max, sum, of_target);
         scale_row(logits, (f64::from(gradient_scale) / sum) as f32);
         logits[target] -= gradient_scale;
+        };
+        // SAFETY: as above.
+        unsafe { logits.update(range, &mut Vec::new(), gradient) };
     });
     Ok(())
 }
@@ -53,17 +58,18 @@ pub(crate) fn cross_entropy(
 /// As for [`cross_entropy`].
 pub(crate) fn cross_entropy_loss(
     threads: &Threads,
-    logits: &[f32],
+    logits: Floats<'_>,
     targets: &[i32],
     losses: &mut [f32],
     vocabulary: usize,
 ) -> Result<(), String> {
     check(targets, vocabulary)?;
     let losses = Parts::new(losses);
-    threads.for_each(targets.len(), size_of_val(logits), |row| {
+    threads.for_each(targets.len(), logits.bytes(), |row| {
         // SAFETY: each row belongs to one task.
         let loss = unsafe { losses.slice(row, 1) };
-        let logits = &logits[row * vocabulary..][..vocabulary];
+        let mut scratch = Vec::new();
+        let logits = logits.part(row * vocabulary..(row + 1) * vocabulary, &mut scratch);
         loss[0] = match usize::try_from(targets[row]) {
             Ok(target) => {
                 let max = row_maximum(logits);

@@ -6,6 +6,7 @@
 use multiversion::multiversion;
 
 use super::{
+    float::{FloatParts, Floats},
     math::{gelu_erf, gelu_erf_slope, gelu_tanh, gelu_tanh_slope},
     threads::{Parts, Threads},
 };
@@ -29,6 +30,27 @@ pub(super) fn each_piece<T: Send>(
     });
 }
 
+/// Calls `work` with each piece of `out` as f32, to read and write, and the index of its first element.
+pub(super) fn each_float_piece(
+    threads: &Threads,
+    out: &FloatParts<'_>,
+    reads: bool,
+    work: impl Fn(usize, &mut [f32]) + Send + Sync,
+) {
+    let len = out.len();
+    threads.for_each(len.div_ceil(PIECE), 4 * len, |piece| {
+        let first = piece * PIECE;
+        let (range, mut scratch) = (first..len.min(first + PIECE), Vec::new());
+        // SAFETY: pieces do not overlap.
+        unsafe {
+            match reads {
+                true => out.update(range, &mut scratch, |out| work(first, out)),
+                false => out.write(range, &mut scratch, |out| work(first, out)),
+            }
+        }
+    });
+}
+
 /// `out = value`, of any element type.
 pub(crate) fn fill<T: Copy + Send + Sync>(threads: &Threads, out: &mut [T], value: T) {
     each_piece(threads, out, |_, out| out.fill(value));
@@ -49,8 +71,10 @@ pub(crate) fn copy(threads: &Threads, input: &[u8], out: &mut [u8]) {
 }
 
 /// `out += input`.
-pub(crate) fn add(threads: &Threads, input: &[f32], out: &mut [f32]) {
-    each_piece(threads, out, |first, out| add_piece(&input[first..first + out.len()], out));
+pub(crate) fn add(threads: &Threads, input: Floats<'_>, out: &FloatParts<'_>) {
+    each_float_piece(threads, out, true, |first, out| {
+        add_piece(input.part(first..first + out.len(), &mut Vec::new()), out);
+    });
 }
 
 #[multiversion(targets("x86_64+avx2+fma"))]
@@ -59,8 +83,8 @@ fn add_piece(input: &[f32], out: &mut [f32]) {
 }
 
 /// `data = dropout(data)`, whose first element has index 0.
-pub(crate) fn dropout(threads: &Threads, data: &mut [f32], dropout: &Dropout) {
-    each_piece(threads, data, |first, data| drop_piece(data, first as u64, dropout));
+pub(crate) fn dropout(threads: &Threads, data: &FloatParts<'_>, dropout: &Dropout) {
+    each_float_piece(threads, data, true, |first, data| drop_piece(data, first as u64, dropout));
 }
 
 /// Multiplies consecutive elements, the first of index `first`, by their dropout factors.
@@ -75,8 +99,10 @@ pub(super) fn drop_piece(data: &mut [f32], first: u64, dropout: &Dropout) {
 }
 
 /// `out = gelu(input)`.
-pub(crate) fn gelu(threads: &Threads, input: &[f32], out: &mut [f32], kind: GeluKind) {
-    each_piece(threads, out, |first, out| gelu_piece(&input[first..first + out.len()], out, kind));
+pub(crate) fn gelu(threads: &Threads, input: Floats<'_>, out: &FloatParts<'_>, kind: GeluKind) {
+    each_float_piece(threads, out, false, |first, out| {
+        gelu_piece(input.part(first..first + out.len(), &mut Vec::new()), out, kind);
+    });
 }
 
 #[multiversion(targets("x86_64+avx2+fma"))]
@@ -88,9 +114,9 @@ fn gelu_piece(input: &[f32], out: &mut [f32], kind: GeluKind) {
 }
 
 /// `gradient *= gelu'(input)`.
-pub(crate) fn gelu_backward(threads: &Threads, input: &[f32], gradient: &mut [f32], kind: GeluKind) {
-    each_piece(threads, gradient, |first, gradient| {
-        gelu_backward_piece(&input[first..first + gradient.len()], gradient, kind);
+pub(crate) fn gelu_backward(threads: &Threads, input: Floats<'_>, gradient: &FloatParts<'_>, kind: GeluKind) {
+    each_float_piece(threads, gradient, true, |first, gradient| {
+        gelu_backward_piece(input.part(first..first + gradient.len(), &mut Vec::new()), gradient, kind);
     });
 }
 

@@ -9,6 +9,7 @@ use multiversion::multiversion;
 
 use super::{
     elementwise::drop_piece,
+    float::{FloatParts, Floats},
     threads::{Parts, Threads},
 };
 use crate::op::Dropout;
@@ -31,23 +32,27 @@ pub(crate) struct EmbeddingShape {
 pub(crate) fn embedding(
     threads: &Threads,
     tokens: &[u32],
-    wte: &[f32],
-    wpe: &[f32],
-    out: &mut [f32],
+    wte: Floats<'_>,
+    wpe: Floats<'_>,
+    out: &FloatParts<'_>,
     shape: EmbeddingShape,
     dropout: Option<Dropout>,
 ) -> Result<(), String> {
     check(tokens, shape)?;
     let width = shape.width;
-    let out_bytes = size_of_val(out);
-    let out = Parts::new(out);
-    threads.for_each(tokens.len(), out_bytes, |row| {
+    threads.for_each(tokens.len(), 4 * out.len(), |row| {
         let (token, position) = (tokens[row] as usize, row % shape.context);
+        let (mut of_token, mut of_position) = (Vec::new(), Vec::new());
+        let of_token = wte.part(token * width..(token + 1) * width, &mut of_token);
+        let of_position = wpe.part(position * width..(position + 1) * width, &mut of_position);
         // SAFETY: each row belongs to one task.
-        let out = unsafe { out.slice(row * width, width) };
-        add(&wte[token * width..][..width], &wpe[position * width..][..width], out);
-        if let Some(dropout) = &dropout {
-            drop_piece(out, (row * width) as u64, dropout);
+        unsafe {
+            out.write(row * width..(row + 1) * width, &mut Vec::new(), |out| {
+                add(of_token, of_position, out);
+                if let Some(dropout) = &dropout {
+                    drop_piece(out, (row * width) as u64, dropout);
+                }
+            });
         }
     });
     Ok(())
@@ -60,7 +65,7 @@ pub(crate) fn embedding(
 pub(crate) fn embedding_backward(
     threads: &Threads,
     tokens: &[u32],
-    dout: &[f32],
+    dout: Floats<'_>,
     dwte: &mut [f32],
     dwpe: &mut [f32],
     shape: EmbeddingShape,
@@ -69,14 +74,14 @@ pub(crate) fn embedding_backward(
     check(tokens, shape)?;
     let width = shape.width;
     let (dwte, dwpe) = (Parts::new(dwte), Parts::new(dwpe));
-    threads.for_each(width.div_ceil(COLUMNS), size_of_val(dout), |task| {
+    threads.for_each(width.div_ceil(COLUMNS), dout.bytes(), |task| {
         let first = task * COLUMNS;
         let columns = COLUMNS.min(width - first);
         let mut gradient = [0.0; COLUMNS];
         let gradient = &mut gradient[..columns];
         for (row, &token) in tokens.iter().enumerate() {
             let at = row * width + first;
-            gradient.copy_from_slice(&dout[at..at + columns]);
+            dout.widen(at..at + columns, gradient);
             if let Some(dropout) = &dropout {
                 drop_piece(gradient, at as u64, dropout);
             }

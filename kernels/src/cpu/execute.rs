@@ -17,9 +17,13 @@ use super::{
         LayerNormArgs, LayerNormBackwardArgs, ResidualArgs, layer_norm, layer_norm_apply, layer_norm_backward,
     },
     reduce::{bias_backward, clip_coefficient, sum, sum_squares},
+    scaler::{scaler_update, unscale},
     threads::Threads,
 };
-use crate::{DType, Op, Slice, memory::Memory};
+use crate::{DType, Op, Slice, memory::Memory, op::ScalerCounter};
+
+/// Where a scaler counts the updates that were applied.
+const APPLIED: usize = ScalerCounter::Applied as usize;
 
 /// Runs an op.
 ///
@@ -34,6 +38,10 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
     let read = |slice: &Slice| unsafe { memory.read::<f32>(slice) };
     // SAFETY: as above.
     let write = |slice: &Slice| unsafe { memory.write::<f32>(slice) };
+    // SAFETY: as above.
+    let floats = |slice: &Slice| unsafe { memory.floats(slice) };
+    // SAFETY: as above.
+    let float_parts = |slice: &Slice| unsafe { memory.float_parts(slice) };
     match op {
         Op::Fill { out, value } => {
             // SAFETY: as above.
@@ -66,11 +74,11 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
         },
         Op::Int8Encode { input, out, group, rounding } => {
             // SAFETY: as above.
-            int8_encode(threads, read(input), unsafe { memory.write_bytes(out) }, *group, *rounding);
+            int8_encode(threads, floats(input), unsafe { memory.write_bytes(out) }, *group, *rounding);
         }
         Op::Int8Decode { input, out, group } => {
             // SAFETY: as above.
-            int8_decode(threads, unsafe { memory.read_bytes(input) }, write(out), *group);
+            int8_decode(threads, unsafe { memory.read_bytes(input) }, &float_parts(out), *group);
         }
         // SAFETY: as above.
         Op::WriteFile { input, file } => return file.write(unsafe { input.op_bytes() }),
@@ -86,24 +94,24 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
         },
         Op::MaxDifference { input, other, out } => {
             let out = &mut write(out)[0];
-            *out = out.max(max_difference(threads, read(input), read(other)));
+            *out = out.max(max_difference(threads, floats(input), floats(other)));
         }
         // SAFETY: as above.
         Op::Checksum { input, out } => unsafe {
             let sum = checksum(threads, memory.read_bytes(input));
             memory.write::<u32>(out).copy_from_slice(&[sum as u32, (sum >> 32) as u32]);
         },
-        Op::Add { input, out } => add(threads, read(input), write(out)),
-        Op::Dropout { data, dropout: key } => dropout(threads, write(data), key),
+        Op::Add { input, out } => add(threads, floats(input), &float_parts(out)),
+        Op::Dropout { data, dropout: key } => dropout(threads, &float_parts(data), key),
         Op::Gemm(op) => gemm(
             threads,
             GemmArgs {
-                a: read(&op.a),
+                a: floats(&op.a),
                 a_layout: op.a_layout,
-                b: read(&op.b),
+                b: floats(&op.b),
                 b_layout: op.b_layout,
                 bias: op.bias.as_ref().map(read),
-                out: write(&op.out),
+                out: float_parts(&op.out),
                 accumulate: op.accumulate,
                 m: op.m,
                 n: op.n,
@@ -111,24 +119,24 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             },
         ),
         Op::BiasBackward { dout, dbias, workspace, rows, width } => {
-            bias_backward(threads, read(dout), write(dbias), write(workspace), *rows, *width);
+            bias_backward(threads, floats(dout), write(dbias), write(workspace), *rows, *width);
         }
-        Op::Gelu { input, out, kind } => gelu(threads, read(input), write(out), *kind),
+        Op::Gelu { input, out, kind } => gelu(threads, floats(input), &float_parts(out), *kind),
         Op::GeluBackward { input, gradient, kind } => {
-            gelu_backward(threads, read(input), write(gradient), *kind);
+            gelu_backward(threads, floats(input), &float_parts(gradient), *kind);
         }
         Op::LayerNorm(op) => layer_norm(
             threads,
             LayerNormArgs {
-                input: read(&op.input),
+                input: floats(&op.input),
                 residual: op.residual.as_ref().map(|r| ResidualArgs {
-                    input: read(&r.input),
-                    out: write(&r.out),
+                    input: floats(&r.input),
+                    out: float_parts(&r.out),
                     dropout: r.dropout,
                 }),
                 weight: read(&op.weight),
                 bias: read(&op.bias),
-                out: write(&op.out),
+                out: float_parts(&op.out),
                 mean: write(&op.mean),
                 rstd: write(&op.rstd),
                 rows: op.rows,
@@ -138,25 +146,25 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
         ),
         Op::LayerNormApply(op) => layer_norm_apply(
             threads,
-            read(&op.input),
+            floats(&op.input),
             read(&op.weight),
             read(&op.bias),
             read(&op.mean),
             read(&op.rstd),
-            write(&op.out),
+            &float_parts(&op.out),
             op.width,
         ),
         Op::LayerNormBackward(op) => layer_norm_backward(
             threads,
             LayerNormBackwardArgs {
-                dout: read(&op.dout),
-                input: read(&op.input),
+                dout: floats(&op.dout),
+                input: floats(&op.input),
                 weight: read(&op.weight),
                 mean: read(&op.mean),
                 rstd: read(&op.rstd),
-                dinput: write(&op.dinput),
+                dinput: float_parts(&op.dinput),
                 accumulate: op.accumulate,
-                ddelta: op.ddelta.as_ref().map(|(ddelta, dropout)| (write(ddelta), *dropout)),
+                ddelta: op.ddelta.as_ref().map(|(ddelta, dropout)| (float_parts(ddelta), *dropout)),
                 dweight: write(&op.dweight),
                 dbias: write(&op.dbias),
                 workspace: write(&op.workspace),
@@ -165,15 +173,15 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             },
         ),
         Op::Attention(op) => {
-            attention(threads, read(&op.qkv), write(&op.out), write(&op.lse), &op.shape, op.dropout);
+            attention(threads, floats(&op.qkv), &float_parts(&op.out), write(&op.lse), &op.shape, op.dropout);
         }
         Op::AttentionBackward(op) => attention_backward(
             threads,
-            read(&op.dout),
-            read(&op.qkv),
-            read(&op.out),
+            floats(&op.dout),
+            floats(&op.qkv),
+            floats(&op.out),
             read(&op.lse),
-            write(&op.dqkv),
+            &float_parts(&op.dqkv),
             write(&op.workspace),
             &op.shape,
             op.dropout,
@@ -185,9 +193,9 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             return embedding(
                 threads,
                 tokens,
-                read(&op.wte),
-                read(&op.wpe),
-                write(&op.out),
+                floats(&op.wte),
+                floats(&op.wpe),
+                &float_parts(&op.out),
                 shape,
                 op.dropout,
             );
@@ -199,7 +207,7 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             return embedding_backward(
                 threads,
                 tokens,
-                read(&op.dout),
+                floats(&op.dout),
                 write(&op.dwte),
                 write(&op.dwpe),
                 shape,
@@ -212,17 +220,30 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
             let losses = write(&op.losses);
             return match op.gradient_scale {
                 Some(scale) => {
-                    cross_entropy(threads, write(&op.logits), targets, losses, op.vocabulary, scale)
+                    let scale = scale * op.loss_scale.as_ref().map_or(1.0, |scale| read(scale)[0]);
+                    cross_entropy(threads, &float_parts(&op.logits), targets, losses, op.vocabulary, scale)
                 }
-                None => cross_entropy_loss(threads, read(&op.logits), targets, losses, op.vocabulary),
+                None => cross_entropy_loss(threads, floats(&op.logits), targets, losses, op.vocabulary),
             };
         }
         Op::Sum { input, out, scale } => {
-            write(out)[0] += (sum(threads, read(input)) * f64::from(*scale)) as f32;
+            write(out)[0] += (sum(threads, floats(input)) * f64::from(*scale)) as f32;
         }
-        Op::SumSquares { input, out } => write(out)[0] = sum_squares(threads, read(input)) as f32,
+        Op::SumSquares { input, out } => write(out)[0] = sum_squares(threads, floats(input)) as f32,
         Op::ClipCoefficient { sum_squares, norm, coefficient, max_norm } => {
             (write(norm)[0], write(coefficient)[0]) = clip_coefficient(read(sum_squares), *max_norm);
+        }
+        Op::Unscale { gradients, scale, found_inf, sum_squares } => {
+            let (found, squares) = unscale(threads, write(gradients), read(scale)[0]);
+            if found {
+                write(found_inf)[0] = 1.0;
+            }
+            write(sum_squares)[0] = squares as f32;
+        }
+        Op::ScalerUpdate { scale, counters, found_inf, rules } => {
+            // SAFETY: as above.
+            let counters = unsafe { memory.write::<u32>(counters) };
+            scaler_update(&mut write(scale)[0], counters, &mut write(found_inf)[0], rules);
         }
         Op::AdamW(op) => adamw(
             threads,
@@ -237,7 +258,12 @@ pub(crate) unsafe fn execute(op: &Op, memory: &Memory, threads: &Threads) -> Res
                 beta2: op.beta2,
                 epsilon: op.epsilon,
                 weight_decay: op.weight_decay,
-                step: op.step,
+                step: match &op.scaled {
+                    Some(scaled) if read(&scaled.found_inf)[0] != 0.0 => return Ok(()),
+                    // SAFETY: as above.
+                    Some(scaled) => unsafe { u64::from(memory.read::<u32>(&scaled.counters)[APPLIED]) + 1 },
+                    None => op.step,
+                },
             },
         ),
         Op::Custom { custom, inputs, outputs } => {

@@ -1,4 +1,4 @@
-//! Matrix products in f32.
+//! Matrix products, summed in f32.
 //!
 //! The inner loops are the `gemm` crate's (packing and micro-kernels chosen for the machine at run time), one thread a
 //! call. The parallelism is ours: the product is cut into pieces of about 256 × 192 whose bounds depend on the shape
@@ -10,11 +10,17 @@
 //! - `out` is not read unless the product accumulates or has a bias, so what it held, NaN included, does not matter.
 //! - NaN and infinities propagate: no factor is skipped, not even zeros.
 //! - A small product stays on the caller's thread.
+//! - 16-bit operands are converted piece by piece, and a 16-bit result is rounded once, from the whole sum.
 //!
 //! Cost: `2 m n k` operations; each thread holds one packed piece of each operand, at most 1 MiB together.
 //! `cargo bench -p ebbtide-kernels --bench gemm` prints what this machine reaches beside its ceiling.
 
-use super::threads::{Parts, Threads};
+use std::{cell::RefCell, ops::Range};
+
+use super::{
+    float::{FloatParts, Floats},
+    threads::Threads,
+};
 use crate::op::Layout;
 
 /// Rows and columns of a piece, about: what measured best over the products of GPT-2, forward and backward.
@@ -32,15 +38,15 @@ const SMALL: usize = 1 << 20;
 /// `out = a · b (+ bias) (+ out)`: see [`crate::op::Gemm`].
 pub(crate) struct GemmArgs<'a> {
     /// `m × k`, or `k × m` if transposed.
-    pub(crate) a: &'a [f32],
+    pub(crate) a: Floats<'a>,
     pub(crate) a_layout: Layout,
     /// `k × n`, or `n × k` if transposed.
-    pub(crate) b: &'a [f32],
+    pub(crate) b: Floats<'a>,
     pub(crate) b_layout: Layout,
     /// `n` values added to each row.
     pub(crate) bias: Option<&'a [f32]>,
     /// `m × n`.
-    pub(crate) out: &'a mut [f32],
+    pub(crate) out: FloatParts<'a>,
     pub(crate) accumulate: bool,
     pub(crate) m: usize,
     pub(crate) n: usize,
@@ -52,14 +58,23 @@ pub(crate) fn gemm(threads: &Threads, args: GemmArgs<'_>) {
     let GemmArgs { a, a_layout, b, b_layout, bias, out, accumulate, m, n, k } = args;
     assert_eq!((a.len(), b.len(), out.len()), (m * k, k * n, m * n));
     assert!(bias.is_none_or(|bias| bias.len() == n));
-    if out.is_empty() {
+    if out.len() == 0 {
         return;
     }
-    let a = View::matrix(a, a_layout, m, k);
-    let b = View::matrix(b, b_layout, k, n);
     let (rows, columns) = piece(m, n, k);
     let across = n.div_ceil(columns);
-    let out = Parts::new(out);
+    let (Floats::F32(a), Floats::F32(b), FloatParts::F32(out)) = (a, b, &out) else {
+        let product = Converted { a, a_layout, b, b_layout, bias, out: &out, accumulate, m, n, k };
+        threads.for_each(m.div_ceil(rows) * across, 4 * (m * k + k * n + m * n), |piece| {
+            let (row, column) = (piece / across * rows, piece % across * columns);
+            let (rows, columns) = (row..m.min(row + rows), column..n.min(column + columns));
+            // SAFETY: pieces do not overlap.
+            CONVERTED.with_borrow_mut(|scratch| unsafe { product.piece(rows, columns, scratch) });
+        });
+        return;
+    };
+    let a = View::matrix(a, a_layout, m, k);
+    let b = View::matrix(b, b_layout, k, n);
     threads.for_each(m.div_ceil(rows) * across, 4 * (m * k + k * n + m * n), |piece| {
         let (row, column) = (piece / across * rows, piece % across * columns);
         let (rows, columns) = (rows.min(m - row), columns.min(n - column));
@@ -81,6 +96,87 @@ pub(crate) fn gemm(threads: &Threads, args: GemmArgs<'_>) {
             product([rows, columns, k], a.at(row, 0), b.at(0, column), out, n, accumulate);
         }
     });
+}
+
+/// A product of which not all operands are f32.
+struct Converted<'a> {
+    a: Floats<'a>,
+    a_layout: Layout,
+    b: Floats<'a>,
+    b_layout: Layout,
+    bias: Option<&'a [f32]>,
+    out: &'a FloatParts<'a>,
+    accumulate: bool,
+    m: usize,
+    n: usize,
+    k: usize,
+}
+
+/// Depth that a piece's operands are converted by at a time: with [`PIECE_ROWS`] and [`PIECE_COLUMNS`], 1.8 MiB.
+const DEPTH: usize = 1024;
+
+thread_local! {
+    /// What a thread converts a piece's operands into, and its result: kept between calls.
+    static CONVERTED: RefCell<[Vec<f32>; 3]> = RefCell::default();
+}
+
+impl Converted<'_> {
+    /// A piece of the result, summed in f32 and rounded once.
+    ///
+    /// # Safety
+    /// While this runs nothing else touches the piece's elements of `out`.
+    unsafe fn piece(&self, rows: Range<usize>, columns: Range<usize>, scratch: &mut [Vec<f32>; 3]) {
+        let [of_a, of_b, sum] = scratch;
+        let (count, width) = (rows.len(), columns.len());
+        sum.clear();
+        sum.resize(count * width, 0.0);
+        for first in (0..self.k).step_by(DEPTH) {
+            let depth = first..self.k.min(first + DEPTH);
+            let a = block(self.a, self.a_layout, [self.m, self.k], [&rows, &depth], of_a);
+            let b = block(self.b, self.b_layout, [self.k, self.n], [&depth, &columns], of_b);
+            // SAFETY: the sum is this thread's own, `count` rows of `width`.
+            unsafe { product([count, width, depth.len()], a, b, sum.as_mut_ptr(), width, first > 0) };
+        }
+        let mut of_row = Vec::new();
+        for (i, row) in rows.enumerate() {
+            let sum = &sum[i * width..(i + 1) * width];
+            let range = row * self.n + columns.start..row * self.n + columns.end;
+            let bias = self.bias.map(|bias| &bias[columns.clone()]);
+            let with_bias = |j: usize| sum[j] + bias.map_or(0.0, |bias| bias[j]);
+            // SAFETY: the caller's contract.
+            unsafe {
+                match self.accumulate {
+                    true => self.out.update(range, &mut of_row, |out| {
+                        out.iter_mut().enumerate().for_each(|(j, out)| *out += with_bias(j));
+                    }),
+                    false => self.out.write(range, &mut of_row, |out| {
+                        out.iter_mut().enumerate().for_each(|(j, out)| *out = with_bias(j));
+                    }),
+                }
+            }
+        }
+    }
+}
+
+/// A block of a matrix as f32, in `scratch`, of whose rows and columns `range` says which.
+fn block<'s>(
+    matrix: Floats<'_>,
+    layout: Layout,
+    [rows, columns]: [usize; 2],
+    [of_rows, of_columns]: [&Range<usize>; 2],
+    scratch: &'s mut Vec<f32>,
+) -> View<'s> {
+    // As it is stored.
+    let (stride, outer, inner) = match layout {
+        Layout::Normal => (columns, of_rows, of_columns),
+        Layout::Transposed => (rows, of_columns, of_rows),
+    };
+    scratch.resize(outer.len() * inner.len(), 0.0);
+    for (out, i) in scratch.chunks_exact_mut(inner.len().max(1)).zip(outer.clone()) {
+        matrix.widen(i * stride + inner.start..i * stride + inner.end, out);
+    }
+    let view = View::rows(scratch, inner.len());
+    if layout == Layout::Transposed { view.transposed() } else { view }
 }
 
 /// Rows and columns of the pieces: a function of the shape alone.

@@ -12,7 +12,10 @@
 
 use multiversion::multiversion;
 
-use super::threads::{Parts, Threads};
+use super::{
+    float::{FloatParts, Floats},
+    threads::{Parts, Threads},
+};
 use crate::{op::Rounding, rng::philox4x32_blocks};
 
 /// Groups that a task covers, at most 64 KiB of f32.
@@ -25,7 +28,7 @@ const ROUND: f32 = 12_582_912.0;
 /// See [`crate::Op::Int8Encode`].
 pub(crate) fn int8_encode(
     threads: &Threads,
-    input: &[f32],
+    input: Floats<'_>,
     out: &mut [u8],
     group: usize,
     rounding: Rounding,
@@ -33,36 +36,37 @@ pub(crate) fn int8_encode(
     let groups = input.len().div_ceil(group);
     let (scales, codes) = out.split_at_mut(4 * groups);
     let (scales, codes) = (Parts::new(scales), Parts::new(codes));
-    threads.for_each(groups.div_ceil(TASK_GROUPS), size_of_val(input), |task| {
+    threads.for_each(groups.div_ceil(TASK_GROUPS), input.bytes(), |task| {
         let first = task * TASK_GROUPS;
         let elements = first * group..input.len().min((first + TASK_GROUPS) * group);
         let groups = elements.len().div_ceil(group);
         // SAFETY: tasks cover distinct groups.
         let (scales, codes) =
             unsafe { (scales.slice(4 * first, 4 * groups), codes.slice(elements.start, elements.len())) };
+        let mut scratch = Vec::new();
+        let input = input.part(elements.clone(), &mut scratch);
         match rounding {
-            Rounding::Nearest => encode_nearest(&input[elements], scales, codes, group),
+            Rounding::Nearest => encode_nearest(input, scales, codes, group),
             Rounding::Stochastic { seed, site, step } => {
                 // A group starts at a multiple of 64, so at a block of the generator.
                 let first = elements.start as u64 / 4;
-                encode_stochastic(&input[elements], scales, codes, group, first, (seed, site, step));
+                encode_stochastic(input, scales, codes, group, first, (seed, site, step));
             }
         }
     });
 }
 
 /// See [`crate::Op::Int8Decode`].
-pub(crate) fn int8_decode(threads: &Threads, input: &[u8], out: &mut [f32], group: usize) {
-    let (len, bytes) = (out.len(), size_of_val(out));
+pub(crate) fn int8_decode(threads: &Threads, input: &[u8], out: &FloatParts<'_>, group: usize) {
+    let len = out.len();
     let groups = len.div_ceil(group);
     let (scales, codes) = input.split_at(4 * groups);
-    let parts = Parts::new(out);
-    threads.for_each(groups.div_ceil(TASK_GROUPS), bytes, |task| {
+    threads.for_each(groups.div_ceil(TASK_GROUPS), 4 * len, |task| {
         let first = task * TASK_GROUPS;
         let elements = first * group..len.min((first + TASK_GROUPS) * group);
+        let codes = &codes[elements.clone()];
         // SAFETY: tasks cover distinct groups.
-        let out = unsafe { parts.slice(elements.start, elements.len()) };
-        decode(&scales[4 * first..], &codes[elements], out, group);
+        unsafe { out.write(elements, &mut Vec::new(), |out| decode(&scales[4 * first..], codes, out, group)) };
     });
 }
 

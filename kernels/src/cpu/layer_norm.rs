@@ -14,6 +14,7 @@ use multiversion::multiversion;
 
 use super::{
     elementwise::drop_piece,
+    float::{FloatParts, Floats},
     math::{sum, sum_of},
     reduce::add_blocks,
     threads::{Parts, Threads},
@@ -25,18 +26,18 @@ const TASK: usize = 16 << 10;
 
 /// `input + dropout(delta)` on its way into a norm.
 pub(crate) struct ResidualArgs<'a> {
-    pub(crate) input: &'a [f32],
-    pub(crate) out: &'a mut [f32],
+    pub(crate) input: Floats<'a>,
+    pub(crate) out: FloatParts<'a>,
     pub(crate) dropout: Option<Dropout>,
 }
 
 /// See [`crate::op::LayerNorm`].
 pub(crate) struct LayerNormArgs<'a> {
-    pub(crate) input: &'a [f32],
+    pub(crate) input: Floats<'a>,
     pub(crate) residual: Option<ResidualArgs<'a>>,
     pub(crate) weight: &'a [f32],
     pub(crate) bias: &'a [f32],
-    pub(crate) out: &'a mut [f32],
+    pub(crate) out: FloatParts<'a>,
     pub(crate) mean: &'a mut [f32],
     pub(crate) rstd: &'a mut [f32],
     pub(crate) rows: usize,
@@ -46,33 +47,42 @@ pub(crate) struct LayerNormArgs<'a> {
 
 pub(crate) fn layer_norm(threads: &Threads, args: LayerNormArgs<'_>) {
     let LayerNormArgs { input, residual, weight, bias, out, mean, rstd, rows, width, epsilon } = args;
-    if out.is_empty() {
+    if out.len() == 0 {
         return;
     }
-    let (out, mean, rstd) = (Parts::new(out), Parts::new(mean), Parts::new(rstd));
-    let residual = residual.map(|r| (r.input, Parts::new(r.out), r.dropout));
+    let (mean, rstd) = (Parts::new(mean), Parts::new(rstd));
     each_task(threads, rows, width, |first, count| {
+        let (mut of_delta, mut of_stream, mut of_sum, mut of_out) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for row in first..first + count {
-            let at = row * width;
-            let delta = &input[at..at + width];
+            let range = row * width..(row + 1) * width;
+            let delta = input.part(range.clone(), &mut of_delta);
             // SAFETY: each row of each output belongs to one task.
-            let (out, mean, rstd) =
-                unsafe { (out.slice(at, width), &mut mean.slice(row, 1)[0], &mut rstd.slice(row, 1)[0]) };
-            let x = match &residual {
-                Some((stream, sum, dropout)) => {
-                    // SAFETY: as above.
-                    let sum = unsafe { sum.slice(at, width) };
-                    sum.copy_from_slice(delta);
-                    if let Some(dropout) = dropout {
-                        drop_piece(sum, at as u64, dropout);
-                    }
-                    add_row(sum, &stream[at..at + width]);
-                    &*sum
+            let (mean, rstd) = unsafe { (&mut mean.slice(row, 1)[0], &mut rstd.slice(row, 1)[0]) };
+            let mut normalise = |x: &[f32]| {
+                (*mean, *rstd) = statistics(x, epsilon);
+                // SAFETY: as above.
+                unsafe {
+                    out.write(range.clone(), &mut of_out, |out| apply_row(x, weight, bias, *mean, *rstd, out));
                 }
-                None => delta,
             };
-            (*mean, *rstd) = statistics(x, epsilon);
-            apply_row(x, weight, bias, *mean, *rstd, out);
+            let Some(ResidualArgs { input: stream, out: sum, dropout }) = &residual else {
+                normalise(delta);
+                continue;
+            };
+            let stream = stream.part(range.clone(), &mut of_stream);
+            let add = |sum: &mut [f32]| {
+                sum.copy_from_slice(delta);
+                if let Some(dropout) = dropout {
+                    drop_piece(sum, range.start as u64, dropout);
+                }
+                add_row(sum, stream);
+            };
+            // SAFETY: as above. What is normalised is the sum as it is stored, since that is what backward reads.
+            unsafe {
+                sum.write(range.clone(), &mut of_sum, add);
+                sum.read(range.clone(), &mut of_sum, normalise);
+            }
         }
     });
 }
@@ -80,36 +90,36 @@ pub(crate) fn layer_norm(threads: &Threads, args: LayerNormArgs<'_>) {
 /// See [`crate::op::LayerNormApply`].
 pub(crate) fn layer_norm_apply(
     threads: &Threads,
-    input: &[f32],
+    input: Floats<'_>,
     weight: &[f32],
     bias: &[f32],
     mean: &[f32],
     rstd: &[f32],
-    out: &mut [f32],
+    out: &FloatParts<'_>,
     width: usize,
 ) {
     let rows = mean.len();
-    let out = Parts::new(out);
     each_task(threads, rows, width, |first, count| {
+        let (mut of_input, mut of_out) = (Vec::new(), Vec::new());
         for row in first..first + count {
-            let at = row * width;
+            let range = row * width..(row + 1) * width;
+            let x = input.part(range.clone(), &mut of_input);
             // SAFETY: each row belongs to one task.
-            let out = unsafe { out.slice(at, width) };
-            apply_row(&input[at..at + width], weight, bias, mean[row], rstd[row], out);
+            unsafe { out.write(range, &mut of_out, |out| apply_row(x, weight, bias, mean[row], rstd[row], out)) };
         }
     });
 }
 
 /// See [`crate::op::LayerNormBackward`].
 pub(crate) struct LayerNormBackwardArgs<'a> {
-    pub(crate) dout: &'a [f32],
-    pub(crate) input: &'a [f32],
+    pub(crate) dout: Floats<'a>,
+    pub(crate) input: Floats<'a>,
     pub(crate) weight: &'a [f32],
     pub(crate) mean: &'a [f32],
     pub(crate) rstd: &'a [f32],
-    pub(crate) dinput: &'a mut [f32],
+    pub(crate) dinput: FloatParts<'a>,
     pub(crate) accumulate: bool,
-    pub(crate) ddelta: Option<(&'a mut [f32], Dropout)>,
+    pub(crate) ddelta: Option<(FloatParts<'a>, Dropout)>,
     pub(crate) dweight: &'a mut [f32],
     pub(crate) dbias: &'a mut [f32],
     pub(crate) workspace: &'a mut [f32],
@@ -121,9 +131,7 @@ pub(crate) fn layer_norm_backward(threads: &Threads, args: LayerNormBackwardArgs
     let LayerNormBackwardArgs { dout, input, weight, mean, rstd, dinput, accumulate, .. } = args;
     let LayerNormBackwardArgs { ddelta, dweight, dbias, workspace, rows, width, .. } = args;
     let blocks = rows.div_ceil(REDUCE_ROWS);
-    let bytes = 3 * size_of_val(dout);
-    let dinput = Parts::new(dinput);
-    let ddelta = ddelta.map(|(ddelta, dropout)| (Parts::new(ddelta), dropout));
+    let bytes = 12 * dout.len();
     let partials = Parts::new(&mut *workspace);
     threads.for_each(blocks, bytes, |block| {
         // SAFETY: each block of rows, and its partial sums, belong to one task.
@@ -132,17 +140,28 @@ pub(crate) fn layer_norm_backward(threads: &Threads, args: LayerNormBackwardArgs
         };
         dweight.fill(0.0);
         dbias.fill(0.0);
+        let mut scratch: [Vec<f32>; 4] = Default::default();
+        let [of_dout, of_input, of_dinput, of_ddelta] = &mut scratch;
         for row in block * REDUCE_ROWS..rows.min((block + 1) * REDUCE_ROWS) {
-            let at = row * width;
-            // SAFETY: as above.
-            let dinput = unsafe { dinput.slice(at, width) };
-            let (dout, x) = (&dout[at..at + width], &input[at..at + width]);
-            backward_row(dout, x, weight, mean[row], rstd[row], dinput, accumulate, dweight, dbias);
-            if let Some((ddelta, dropout)) = &ddelta {
+            let range = row * width..(row + 1) * width;
+            let (dout, x) = (dout.part(range.clone(), of_dout), input.part(range.clone(), of_input));
+            let of_row = |gradient: &mut [f32]| {
+                backward_row(dout, x, weight, mean[row], rstd[row], gradient, accumulate, dweight, dbias);
+                let Some((ddelta, dropout)) = &ddelta else { return };
                 // SAFETY: as above.
-                let ddelta = unsafe { ddelta.slice(at, width) };
-                ddelta.copy_from_slice(dinput);
-                drop_piece(ddelta, at as u64, dropout);
+                unsafe {
+                    ddelta.write(range.clone(), of_ddelta, |ddelta| {
+                        ddelta.copy_from_slice(gradient);
+                        drop_piece(ddelta, range.start as u64, dropout);
+                    });
+                }
+            };
+            // SAFETY: as above.
+            unsafe {
+                match accumulate {
+                    true => dinput.update(range.clone(), of_dinput, of_row),
+                    false => dinput.write(range.clone(), of_dinput, of_row),
+                }
             }
         }
     });

@@ -6,6 +6,7 @@ use multiversion::multiversion;
 
 use super::{
     elementwise::PIECE,
+    float::Floats,
     math::LANES,
     threads::{Parts, Threads},
 };
@@ -14,7 +15,7 @@ use crate::op::REDUCE_ROWS;
 /// See [`crate::Op::BiasBackward`].
 pub(crate) fn bias_backward(
     threads: &Threads,
-    dout: &[f32],
+    dout: Floats<'_>,
     dbias: &mut [f32],
     workspace: &mut [f32],
     rows: usize,
@@ -22,11 +23,11 @@ pub(crate) fn bias_backward(
 ) {
     let blocks = rows.div_ceil(REDUCE_ROWS);
     let partials = Parts::new(&mut *workspace);
-    threads.for_each(blocks, size_of_val(dout), |block| {
+    threads.for_each(blocks, dout.bytes(), |block| {
         // SAFETY: each block has a row of the workspace to itself.
         let partial = unsafe { partials.slice(block * width, width) };
         let last = rows.min((block + 1) * REDUCE_ROWS);
-        add_rows(&dout[block * REDUCE_ROWS * width..last * width], partial);
+        add_rows(dout.part(block * REDUCE_ROWS * width..last * width, &mut Vec::new()), partial);
     });
     add_blocks(&workspace[..blocks * width], width, 0, dbias);
 }
@@ -51,23 +52,24 @@ pub(super) fn add_blocks(partials: &[f32], stride: usize, first: usize, out: &mu
 }
 
 /// `Σ x`, in f64.
-pub(crate) fn sum(threads: &Threads, input: &[f32]) -> f64 {
+pub(crate) fn sum(threads: &Threads, input: Floats<'_>) -> f64 {
     in_pieces(threads, input, sum_piece)
 }
 
 /// `Σ x²`, in f64.
-pub(crate) fn sum_squares(threads: &Threads, input: &[f32]) -> f64 {
+pub(crate) fn sum_squares(threads: &Threads, input: Floats<'_>) -> f64 {
     in_pieces(threads, input, sum_squares_piece)
 }
 
-fn in_pieces(threads: &Threads, input: &[f32], piece_sum: impl Fn(&[f32]) -> f64 + Send + Sync) -> f64 {
+fn in_pieces(threads: &Threads, input: Floats<'_>, piece_sum: impl Fn(&[f32]) -> f64 + Send + Sync) -> f64 {
     let pieces = input.len().div_ceil(PIECE);
     let mut sums = vec![0.0; pieces];
     let parts = Parts::new(&mut sums);
-    threads.for_each(pieces, size_of_val(input), |piece| {
+    threads.for_each(pieces, input.bytes(), |piece| {
         // SAFETY: each piece has an element to itself.
         let sum = unsafe { parts.slice(piece, 1) };
-        sum[0] = piece_sum(&input[piece * PIECE..input.len().min((piece + 1) * PIECE)]);
+        let range = piece * PIECE..input.len().min((piece + 1) * PIECE);
+        sum[0] = piece_sum(input.part(range, &mut Vec::new()));
     });
     sums.iter().sum()
 }

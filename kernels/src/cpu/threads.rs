@@ -60,6 +60,11 @@ impl<'a, T> Parts<'a, T> {
         Parts { start: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
+    /// Elements in all.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// `len` elements from `first`.
     ///
     /// # Safety
