@@ -62,8 +62,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let engine = Engine::new(&Device::cpu()?, Box::new(policy), OffloadOptions::default())?;
     let model = Gpt2::new(&engine, MODEL, 1, true)?;
     let schedule = Schedule { peak: 2e-3, floor: 2e-4, warmup_steps: 20, decay_steps: 1000 };
-    let options =
-        TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 1, offload_optimizer: false };
+    let options = TrainerOptions {
+        optimizer: AdamWOptions::default(),
+        schedule,
+        seed: 1,
+        offload_optimizer: false,
+        loss_scale: Default::default(),
+    };
     let mut trainer = Trainer::new(&engine, model, options)?;
     let text = include_bytes!("../data/kjv.txt");
     let batch = |step: usize| {

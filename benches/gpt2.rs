@@ -14,7 +14,7 @@ use std::{error::Error, process::Command};
 
 use ebbtide::{
     bench::{Bench, BenchOptions, BenchReport, median},
-    config::Tiers,
+    config::{Numerics, Tiers},
     engine::gpt2::Gpt2Config,
     kernels::{CpuOptions, Device, bytes},
 };
@@ -66,6 +66,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 policy: policy.parse()?,
                 threads: Some(threads),
                 budget_bytes: None,
+                numerics: Numerics::default(),
                 offload_optimizer: false,
                 tiers: Tiers::default(),
             })?;

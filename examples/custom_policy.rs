@@ -38,6 +38,7 @@ fn main() -> Result<()> {
         context: 1024,
         accumulate: 1,
         offload_optimizer: false,
+        numerics: Default::default(),
     };
     let policies: [(&str, Box<dyn Policy>); 2] =
         [("mine", Box::new(Mine)), ("keep", Box::new(policy::KeepAll))];

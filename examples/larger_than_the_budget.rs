@@ -28,7 +28,14 @@ const MODEL: Gpt2Config = Gpt2Config {
 };
 
 fn main() -> Result<()> {
-    let shape = StepShape { model: MODEL, batch: 16, context: 128, accumulate: 1, offload_optimizer: false };
+    let shape = StepShape {
+        model: MODEL,
+        batch: 16,
+        context: 128,
+        accumulate: 1,
+        offload_optimizer: false,
+        numerics: Default::default(),
+    };
     let offload: Expression = "offload".parse().expect("a policy");
     let options = OffloadOptions { in_flight_bytes: 4 << 20, prefetch_bytes: 4 << 20, ..Default::default() };
     let keep = least_budget(&shape, Builtin::Keep, &options)?;
@@ -65,7 +72,13 @@ fn train(policy: Expression, budget_bytes: Option<usize>, options: &OffloadOptio
     let mut trainer = Trainer::new(
         &engine,
         model,
-        TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 1, offload_optimizer: false },
+        TrainerOptions {
+            optimizer: AdamWOptions::default(),
+            schedule,
+            seed: 1,
+            offload_optimizer: false,
+            loss_scale: Default::default(),
+        },
     )?;
     let token = |step: usize, i: usize| (step * 31 + i * i % 97) % 256;
     let batch = |step| Batch {

@@ -30,8 +30,13 @@ fn main() -> Result<()> {
     let engine = Engine::new(&device, Builtin::Offload.policy(), OffloadOptions::default())?;
     let model = Gpt2::new(&engine, config, 1, true)?;
     let schedule = Schedule { peak: 3e-3, floor: 3e-4, warmup_steps: 10, decay_steps: 150 };
-    let options =
-        TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 1, offload_optimizer: false };
+    let options = TrainerOptions {
+        optimizer: AdamWOptions::default(),
+        schedule,
+        seed: 1,
+        offload_optimizer: false,
+        loss_scale: Default::default(),
+    };
     let mut trainer = Trainer::new(&engine, model, options)?;
 
     // Each sequence counts on by three from another start.

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::{
     account::Account,
-    config::{Bytes, Tiers},
+    config::{Bytes, Numerics, Tiers},
 };
 
 /// What is measured.
@@ -32,6 +32,8 @@ pub struct BenchOptions {
     pub threads: Option<usize>,
     /// Most bytes on the device.
     pub budget_bytes: Option<usize>,
+    /// What the model computes in.
+    pub numerics: Numerics,
     /// Whether the optimizer's moments are in host memory.
     pub offload_optimizer: bool,
     /// Where offloaded activations go; their space in the system's folder for temporary files unless it says so.
@@ -86,10 +88,12 @@ impl Bench {
             context: options.context,
             accumulate: 1,
             offload_optimizer: options.offload_optimizer,
+            numerics: options.numerics,
         };
         let budget = options.budget_bytes.map(Bytes);
         let tiers = options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
-        let engine = Engine::new(&device, Box::new(options.policy.clone()), tiers)?;
+        let engine =
+            Engine::with_numerics(&device, Box::new(options.policy.clone()), tiers, options.numerics)?;
         let model = Gpt2::new(&engine, options.model, 0, true)?;
         let schedule = Schedule::constant(3e-4);
         let trainer_options = TrainerOptions {
@@ -97,6 +101,7 @@ impl Bench {
             schedule,
             seed: 0,
             offload_optimizer: options.offload_optimizer,
+            loss_scale: Default::default(),
         };
         let mut trainer = Trainer::new(&engine, model, trainer_options)?;
         let batch = random_batch(options);

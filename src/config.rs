@@ -6,11 +6,13 @@ use std::{
     str::FromStr,
 };
 
+pub use ebbtide_engine::{Numerics, Precision};
 use ebbtide_engine::{
     gpt2::Gpt2Config,
     hugging_face,
     optimizer::{AdamWOptions, Schedule},
     plan::{self, StepShape},
+    scaler::LossScalerOptions,
 };
 use ebbtide_offload::{DiskOptions, Expression, OffloadOptions};
 use serde::{Deserialize, Serialize};
@@ -33,6 +35,8 @@ pub struct ConfigFile {
     pub schedule: ScheduleFile,
     /// Where offloaded activations go.
     pub tiers: Tiers,
+    /// How the loss scale moves, in f16.
+    pub loss_scale: LossScalerOptions,
 }
 
 /// `[model]`: a published size by name, or sizes one by one, or both, where the latter win.
@@ -98,8 +102,10 @@ pub struct TrainingFile {
     pub policy: Option<Policy>,
     /// The device's memory budget, such as `"512MiB"`.
     pub memory: Option<Bytes>,
-    /// `f32`.
+    /// `f32`, `f16` or `bf16`.
     pub precision: Option<Precision>,
+    /// Keeps the residual stream in f32; false if not given.
+    pub residual_f32: Option<bool>,
     /// Whether the optimizer's moments are in host memory; false if not given.
     pub offload_optimizer: Option<bool>,
     /// Threads of the kernels; the machine's cores if not given.
@@ -221,6 +227,9 @@ pub struct Config {
     /// Where offloaded activations go.
     #[serde(default)]
     pub tiers: Tiers,
+    /// How the loss scale moves, in f16.
+    #[serde(default)]
+    pub loss_scale: LossScalerOptions,
 }
 
 /// See [`DataFile`]; paths are absolute.
@@ -269,6 +278,9 @@ pub struct Training {
     pub memory: Option<Bytes>,
     /// What the model computes in.
     pub precision: Precision,
+    /// Keeps the residual stream in f32.
+    #[serde(default)]
+    pub residual_f32: bool,
     /// Whether the optimizer's moments are in host memory.
     #[serde(default)]
     pub offload_optimizer: bool,
@@ -302,6 +314,8 @@ pub struct Overrides {
     pub memory: Option<Bytes>,
     /// `--precision`.
     pub precision: Option<Precision>,
+    /// `--residual-f32`.
+    pub residual_f32: Option<bool>,
     /// `--checkpoint-every`.
     pub checkpoint_every: Option<u64>,
     /// `--batch`.
@@ -332,6 +346,7 @@ impl Overrides {
         }
         training.memory = self.memory.or(training.memory);
         training.precision = self.precision.unwrap_or(training.precision);
+        training.residual_f32 = self.residual_f32.unwrap_or(training.residual_f32);
         training.checkpoint_every = self.checkpoint_every.unwrap_or(training.checkpoint_every);
         training.batch = self.batch.unwrap_or(training.batch);
         training.accumulate = self.accumulate.unwrap_or(training.accumulate);
@@ -431,7 +446,7 @@ impl ConfigFile {
     /// # Errors
     /// [`ConfigError`] names the value that cannot be.
     pub fn settle(self, overrides: &Overrides) -> Result<Config, ConfigError> {
-        let ConfigFile { model, data, training, optimizer, schedule, tiers } = self;
+        let ConfigFile { model, data, training, optimizer, schedule, tiers, loss_scale } = self;
         let tokenizer = match (data.tokenizer, &data.tokens) {
             (Some(tokenizer), _) => tokenizer,
             (None, Some(tokens)) => {
@@ -462,6 +477,7 @@ impl ConfigFile {
                 policy: overrides.policy.clone().map(Policy).or(training.policy).unwrap_or_default(),
                 memory: overrides.memory.or(training.memory),
                 precision: overrides.precision.or(training.precision).unwrap_or_default(),
+                residual_f32: overrides.residual_f32.or(training.residual_f32).unwrap_or_default(),
                 offload_optimizer: overrides
                     .offload_optimizer
                     .or(training.offload_optimizer)
@@ -481,6 +497,7 @@ impl ConfigFile {
                 decay_steps,
             },
             tiers: tiers.or(&overrides.tiers),
+            loss_scale,
             model: model_config,
         };
         config.check()?;
@@ -514,6 +531,13 @@ fn settle_model(
     Ok(config)
 }
 
+impl Training {
+    /// What the engine computes in.
+    pub fn numerics(&self) -> Numerics {
+        Numerics { precision: self.precision, residual_f32: self.residual_f32 }
+    }
+}
+
 impl Config {
     /// Reads the `config.toml` of a run's folder.
     ///
@@ -539,6 +563,7 @@ impl Config {
         self.model.check()?;
         self.schedule.check()?;
         self.optimizer.check()?;
+        self.loss_scale.check()?;
         let training = &self.training;
         if training.batch == 0 {
             return value("training.batch", "at least 1", &0);
@@ -681,31 +706,6 @@ impl FromStr for DataOrder {
             "random" => Ok(DataOrder::Random),
             "block" => Ok(DataOrder::Block),
             _ => Err(format!("unknown order `{text}`: expected random or block")),
-        }
-    }
-}
-
-/// What a model computes in.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Precision {
-    /// IEEE 754 binary32 throughout.
-    #[default]
-    F32,
-}
-
-impl fmt::Display for Precision {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("f32")
-    }
-}
-
-impl FromStr for Precision {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "f32" => Ok(Precision::F32),
-            _ => Err(format!("unknown precision `{text}`: expected f32")),
         }
     }
 }

@@ -427,7 +427,14 @@ fn tiers_and_their_account() {
     assert!(!kept.contains("note ") && !kept.contains("tiers "), "{kept}");
     let losses = |run: &str| place.metrics(run).iter().map(|line| line["loss"].clone()).collect::<Vec<_>>();
 
-    let shape = StepShape { model, batch: 8, context: 64, accumulate: 1, offload_optimizer: false };
+    let shape = StepShape {
+        model,
+        batch: 8,
+        context: 64,
+        accumulate: 1,
+        offload_optimizer: false,
+        numerics: Default::default(),
+    };
     let least = |policy: &str| {
         let disk = Some(DiskOptions::new(place.path(""), 1 << 30));
         let options = OffloadOptions { disk, measure_errors: true, ..OffloadOptions::default() };

@@ -132,6 +132,7 @@ fn trainer(case: &Case, policy: Builtin) -> Trainer {
         schedule: Schedule::constant(float(&settings["lr"])),
         seed: 0,
         offload_optimizer: false,
+        loss_scale: Default::default(),
     };
     Trainer::new(&engine, model, options).unwrap()
 }

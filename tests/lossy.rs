@@ -81,7 +81,14 @@ fn an_overflow_is_not_hidden() {
 
 #[test]
 fn bytes_shrink_as_the_codec_says() {
-    let shape = StepShape { model: config(), batch: 4, context: 32, accumulate: 1, offload_optimizer: false };
+    let shape = StepShape {
+        model: config(),
+        batch: 4,
+        context: 32,
+        accumulate: 1,
+        offload_optimizer: false,
+        numerics: Default::default(),
+    };
     let options = tiny_windows();
     let report =
         |policy: &str| plan(&shape, policy.parse::<Expression>().unwrap(), &options, None).unwrap().offload;

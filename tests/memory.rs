@@ -14,7 +14,14 @@ use ebbtide::{
 };
 
 fn shape(config: Gpt2Config) -> StepShape {
-    StepShape { model: config, batch: 4, context: 16, accumulate: 2, offload_optimizer: false }
+    StepShape {
+        model: config,
+        batch: 4,
+        context: 16,
+        accumulate: 2,
+        offload_optimizer: false,
+        numerics: Default::default(),
+    }
 }
 
 fn window(shape: &StepShape) -> Vec<Batch> {

@@ -23,8 +23,13 @@ fn trainer(device: &Device, config: Gpt2Config, offload_optimizer: bool) -> Trai
     let engine = Engine::new(device, Builtin::Offload.policy(), tiny_windows()).unwrap();
     let model = Gpt2::new(&engine, config, 3, true).unwrap();
     let optimizer = AdamWOptions::default();
-    let options =
-        TrainerOptions { optimizer, schedule: Schedule::constant(1e-2), seed: 1, offload_optimizer };
+    let options = TrainerOptions {
+        optimizer,
+        schedule: Schedule::constant(1e-2),
+        seed: 1,
+        offload_optimizer,
+        loss_scale: Default::default(),
+    };
     Trainer::new(&engine, model, options).unwrap()
 }
 
@@ -83,7 +88,14 @@ fn checkpoints_do_not_depend_on_where_moments_are() {
 fn the_device_holds_eight_bytes_a_parameter_less() {
     let model = Gpt2Config::named("gpt2").unwrap();
     let peak = |offload_optimizer| {
-        let shape = StepShape { model, batch: 1, context: 1024, accumulate: 1, offload_optimizer };
+        let shape = StepShape {
+            model,
+            batch: 1,
+            context: 1024,
+            accumulate: 1,
+            offload_optimizer,
+            numerics: Default::default(),
+        };
         plan(&shape, Builtin::Recompute, &tiny_windows(), None).unwrap().memory.peak_bytes
     };
     let saved = peak(false) - peak(true);

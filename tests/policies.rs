@@ -130,7 +130,10 @@ fn an_abandoned_step_leaves_nothing() {
             engine.compute().submit(Op::Fill { out: sum.clone(), value: 0.0 }).unwrap();
             let batch = TokenBatch { tokens, targets: Some(targets), batch: 2, context: 16 };
             let mut tape = Tape::train(&engine, 0, 9);
-            trainer.model().loss(&mut tape, &batch, &LossInto { sum, weight: 1.0 }).unwrap();
+            trainer
+                .model()
+                .loss(&mut tape, &batch, &LossInto { sum, weight: 1.0, loss_scale: None })
+                .unwrap();
             assert!(engine.offload().live() > 0);
         }
         assert_eq!(engine.offload().live(), 0, "{policy}");
@@ -144,7 +147,14 @@ fn an_abandoned_step_leaves_nothing() {
 #[test]
 fn keep_all_saves_at_most_64_c_bytes_a_token_and_layer() {
     let model = Gpt2Config::named("gpt2").unwrap();
-    let shape = StepShape { model, batch: 4, context: 1024, accumulate: 1, offload_optimizer: false };
+    let shape = StepShape {
+        model,
+        batch: 4,
+        context: 1024,
+        accumulate: 1,
+        offload_optimizer: false,
+        numerics: Default::default(),
+    };
     let saved =
         plan(&shape, Builtin::Keep, &OffloadOptions::default(), None).unwrap().offload.saved_bytes as usize;
     let (tokens, width, layers) = (4 * 1024, model.width, model.layers);

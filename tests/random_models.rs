@@ -214,7 +214,7 @@ fn bits(
                 Ok(x)
             })?;
         }
-        let into = LossInto { sum: sum.clone(), weight: 1.0 / len as f32 };
+        let into = LossInto { sum: sum.clone(), weight: 1.0 / len as f32, loss_scale: None };
         let loss = tape.head_loss(&x, &model.wte, &batch, &into)?;
         drop(x);
         tape.backward(loss)?;

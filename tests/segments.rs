@@ -58,7 +58,7 @@ fn pass(
     let x = tape.embedding(&batch, &wte, &wpe, DropoutSite::default())?;
     let (inside, of_step) = (&inside, &statistics);
     let y = tape.segment("body", x, move |tape, x| inside(tape, of_step, x))?;
-    let loss = tape.head_loss(&y, &wte, &batch, &LossInto { sum, weight: 0.25 })?;
+    let loss = tape.head_loss(&y, &wte, &batch, &LossInto { sum, weight: 0.25, loss_scale: None })?;
     drop(y);
     tape.backward(loss)?;
     let gradients = parameters.gradients().expect("a trained model").clone();
@@ -137,6 +137,7 @@ fn segments_are_recomputed_where_the_budget_has_no_room() {
         context: 16,
         accumulate: 1,
         offload_optimizer: false,
+        numerics: Default::default(),
     };
     let options = tiny_windows();
     let window: Vec<Batch> = vec![batch(&shape.model, 4, 16, 3)];

@@ -20,6 +20,7 @@ use crate::{
     Engine, Error, Parameters, Result, Trainer,
     gpt2::Gpt2Config,
     hugging_face::entries,
+    scaler::ScalerState,
     tensor_file::{self, TensorFile},
 };
 
@@ -41,6 +42,9 @@ pub struct CheckpointState {
     pub steps_done: u64,
     /// Forward passes done: the dropout's counter.
     pub forwards_done: u64,
+    /// Where the loss scale was, where there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scaler: Option<ScalerState>,
     /// Whatever the caller keeps beside.
     pub extra: serde_json::Value,
     files: BTreeMap<String, FileState>,
@@ -101,6 +105,7 @@ fn write(trainer: &Trainer, partial: &Path, extra: serde_json::Value) -> Result<
         model: *trainer.model().config(),
         steps_done: trainer.steps_done(),
         forwards_done: trainer.forwards_done(),
+        scaler: trainer.scaler().map(|scaler| scaler.state(engine)).transpose()?,
         extra,
         files: [WEIGHTS, OPTIMIZER].into_iter().map(file).collect::<Result<_>>()?,
     };
@@ -163,8 +168,8 @@ pub fn load(trainer: &mut Trainer, checkpoint: &Path) -> Result<CheckpointState>
         }
     }
     parameters.refresh(&engine)?;
+    trainer.set_progress(state.steps_done, state.forwards_done, state.scaler.as_ref())?;
     engine.compute().synchronize()?;
-    trainer.set_progress(state.steps_done, state.forwards_done);
     Ok(state)
 }
 
@@ -345,8 +350,13 @@ mod tests {
         let engine = Engine::new(&device, Builtin::Keep.policy(), OffloadOptions::default()).unwrap();
         let model = Gpt2::new(&engine, config, seed, true).unwrap();
         let schedule = Schedule::constant(1e-3);
-        let options =
-            TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed, offload_optimizer: false };
+        let options = TrainerOptions {
+            optimizer: AdamWOptions::default(),
+            schedule,
+            seed,
+            offload_optimizer: false,
+            loss_scale: Default::default(),
+        };
         Trainer::new(&engine, model, options).unwrap()
     }
 
@@ -399,7 +409,7 @@ mod tests {
     fn any_bits_come_back() {
         let folder = tempfile::tempdir().unwrap();
         let mut source = trainer(CONFIG, 1);
-        source.set_progress(123, 456);
+        source.set_progress(123, 456, None).unwrap();
         fill_with_any_bits(&source);
         let extra = json!({"position": 7, "seed": u64::MAX});
         let path = save(&source, folder.path(), extra.clone(), 0).unwrap();
@@ -516,7 +526,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         let mut run = trainer(CONFIG, 1);
-        run.set_progress(2, 2);
+        run.set_progress(2, 2, None).unwrap();
         let good = save(&run, folder, json!(null), 0).unwrap();
         // Killed between files, and while a bad checkpoint of the next step was being removed.
         let partial = folder.join(".step-000009.partial-1");
@@ -527,7 +537,7 @@ mod tests {
         fs::write(removed.join(WEIGHTS), b"half").unwrap();
         fs::create_dir(folder.join("step-000003")).unwrap();
         assert_eq!(latest(folder).unwrap(), Some(good));
-        run.set_progress(3, 3);
+        run.set_progress(3, 3, None).unwrap();
         let next = save(&run, folder, json!(null), 0).unwrap();
         assert_eq!(names(folder), ["step-000002", "step-000003"]);
         assert_eq!(latest(folder).unwrap(), Some(next));
@@ -538,7 +548,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut run = trainer(CONFIG, 1);
         for step in [9, 10, 999_999, 1_000_000] {
-            run.set_progress(step, step);
+            run.set_progress(step, step, None).unwrap();
             save(&run, folder.path(), json!(null), 2).unwrap();
         }
         assert_eq!(names(folder.path()), ["step-1000000", "step-999999"]);

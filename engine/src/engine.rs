@@ -94,6 +94,12 @@ impl Engine {
         Ok(u64::from(words[0]) | u64::from(words[1]) << 32)
     }
 
+    /// Whether every element is finite; the device is waited for.
+    pub(crate) fn is_finite(&self, slice: &Slice) -> Result<bool> {
+        let wide = self.cast(slice.clone(), DType::F32, Category::Workspace, "watched")?;
+        Ok(self.compute.download::<f32>(&wide)?.iter().all(|x| x.is_finite()))
+    }
+
     /// A slice that may be written, with the same elements: the slice itself if nobody else holds it and it is not saved, in
     /// whatever tier.
     pub(crate) fn owned(&self, slice: Slice) -> Result<Slice> {

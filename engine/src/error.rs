@@ -5,6 +5,13 @@ use std::path::PathBuf;
 /// Result of the engine.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+fn not_finite(first: &Option<String>) -> String {
+    match first {
+        Some(name) => format!("the first tensor that is not finite is `{name}`"),
+        None => "no tensor was found that is not".to_string(),
+    }
+}
+
 /// An error of the engine. Fields hold the facts; the message names them all.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -32,6 +39,27 @@ pub enum Error {
         first: String,
         /// The second's.
         second: String,
+    },
+    /// The loss scale is at its floor, and gradients overflow all the same.
+    #[error(
+        "{skips} updates in a row were skipped at a loss scale of {scale}, its floor: {}",
+        not_finite(first)
+    )]
+    Overflow {
+        /// Updates skipped in a row.
+        skips: u32,
+        /// The scale.
+        scale: f32,
+        /// The first tensor that is not finite.
+        first: Option<String>,
+    },
+    /// Something that a model made in 16 bits is not finite.
+    #[error("{what} is not finite: {}", not_finite(first))]
+    NotFinite {
+        /// What was wanted: a loss, logits.
+        what: &'static str,
+        /// The first tensor that is not.
+        first: Option<String>,
     },
     /// A configuration that cannot be.
     #[error("{field}: expected {expected}, found {found}")]

@@ -61,6 +61,8 @@ pub struct LossInto {
     pub sum: Slice,
     /// What each target weighs: 1 / targets of the whole accumulation window, for a mean over all of them.
     pub weight: f32,
+    /// One f32 on the device that multiplies the gradient, and not the loss: see [`crate::scaler`].
+    pub loss_scale: Option<Slice>,
 }
 
 impl<'m> Tape<'m> {
@@ -429,7 +431,7 @@ impl<'m> Tape<'m> {
                 rows: count,
                 vocabulary,
                 gradient_scale: recording.then_some(into.weight),
-                loss_scale: None,
+                loss_scale: into.loss_scale.clone().filter(|_| recording),
             }))?;
             let Some(dx) = &dx else { continue };
             engine.submit(Op::Gemm(Gemm {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use ebbtide_kernels::{Category, DType, Op, Slice, Stream, op::AdamW as AdamWOp};
 use serde::{Deserialize, Serialize};
 
-use crate::{Engine, Error, Flat, Parameters, Result, ops::scalar};
+use crate::{Engine, Error, Flat, Parameters, Result, ops::scalar, scaler::LossScaler};
 
 /// AdamW's constants, with decoupled decay for parameters of two or more dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -155,7 +155,8 @@ impl AdamW {
         &self.norm
     }
 
-    /// Clips the gradients by their global norm and updates the parameters. `step` counts updates from 1.
+    /// Clips the gradients by their global norm and updates the parameters. `step` counts updates from 1. Under a loss scale the
+    /// gradients are divided by it first, an overflow skips the update, and the scaler counts the updates.
     ///
     /// # Errors
     /// [`Error::Config`] if the model is not trainable; the device's.
@@ -165,12 +166,18 @@ impl AdamW {
         parameters: &Parameters,
         learning_rate: f32,
         step: u64,
+        scaler: Option<&LossScaler>,
     ) -> Result<()> {
         let Some(gradients) = parameters.gradients() else {
             let (expected, found) = ("a model with gradients".to_string(), "none".to_string());
             return Err(Error::Config { field: "trainable", expected, found });
         };
-        engine.submit(Op::SumSquares { input: gradients.clone(), out: self.sum_squares.clone() })?;
+        match scaler {
+            Some(scaler) => scaler.unscale(engine, gradients.clone(), self.sum_squares.clone())?,
+            None => {
+                engine.submit(Op::SumSquares { input: gradients.clone(), out: self.sum_squares.clone() })?;
+            }
+        }
         let clip = self.options.clip;
         engine.submit(Op::ClipCoefficient {
             sum_squares: self.sum_squares.clone(),
@@ -191,7 +198,7 @@ impl AdamW {
                     first_moment: first_moment.clone(),
                     second_moment: second_moment.clone(),
                     gradient_scale: (clip > 0.0).then(|| self.coefficient.clone()),
-                    scaled: None,
+                    scaled: scaler.map(LossScaler::scaled),
                     learning_rate,
                     beta1: self.options.beta1,
                     beta2: self.options.beta2,
@@ -201,6 +208,9 @@ impl AdamW {
                 }))?;
                 self.send([first_moment, second_moment], chunk)?;
             }
+        }
+        if let Some(scaler) = scaler {
+            scaler.update(engine)?;
         }
         parameters.refresh(engine)
     }

@@ -7,7 +7,7 @@ use ebbtide_kernels::{Device, MemoryReport};
 use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
 
 use crate::{
-    Batch, Engine, Error, Flat, Result, Trainer, TrainerOptions,
+    Batch, Engine, Error, Flat, Numerics, Result, Trainer, TrainerOptions,
     gpt2::{Gpt2, Gpt2Config},
     optimizer::{AdamWOptions, Schedule},
 };
@@ -25,6 +25,8 @@ pub struct StepShape {
     pub accumulate: usize,
     /// Whether the optimizer's moments are in host memory.
     pub offload_optimizer: bool,
+    /// What it computes in.
+    pub numerics: Numerics,
 }
 
 /// What a step holds and moves.
@@ -79,7 +81,7 @@ pub fn plan_with(
     if let Some(disk) = options.disk.as_mut().filter(|disk| disk.bytes == 0) {
         disk.bytes = ANY_BYTES;
     }
-    let engine = Engine::new(&device, policy, options)?;
+    let engine = Engine::with_numerics(&device, policy, options, shape.numerics)?;
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
     let trainer_options = TrainerOptions {
@@ -87,6 +89,7 @@ pub fn plan_with(
         schedule: Schedule::constant(0.0),
         seed: 0,
         offload_optimizer: shape.offload_optimizer,
+        loss_scale: Default::default(),
     };
     let mut trainer = Trainer::new(&engine, model, trainer_options)?;
     let len = shape.batch * shape.context;

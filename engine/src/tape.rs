@@ -69,11 +69,31 @@ impl Input<'_> {
 
 type NodeFn<'m> = Box<dyn FnOnce(&mut Backward) -> Result<()> + 'm>;
 
+/// Looks at everything that a tape makes, and remembers the first tensor that is not finite. Each look waits for the device:
+/// for finding out why a model overflows, not for training.
+#[derive(Clone, Default)]
+pub struct Watch(Rc<RefCell<Option<String>>>);
+
+impl Watch {
+    /// The first tensor that was not finite, if there was one.
+    pub fn first(&self) -> Option<String> {
+        self.0.borrow().clone()
+    }
+
+    fn look(&self, engine: &Engine, slice: &Slice, name: impl FnOnce() -> String) {
+        if self.0.borrow().is_none() && engine.is_finite(slice).is_ok_and(|finite| !finite) {
+            *self.0.borrow_mut() = Some(name());
+        }
+    }
+}
+
 /// A forward pass being recorded, or just run.
 pub struct Tape<'m> {
     engine: Engine,
     recording: bool,
-    nodes: Vec<NodeFn<'m>>,
+    /// Each with the scope that it was recorded in, where that is watched.
+    nodes: Vec<(String, NodeFn<'m>)>,
+    watch: Option<Watch>,
     scope: Vec<String>,
     segment: Option<String>,
     recipes: HashMap<u64, Recipe<'m>>,
@@ -102,6 +122,7 @@ impl<'m> Tape<'m> {
             engine: engine.clone(),
             recording,
             nodes: Vec::new(),
+            watch: None,
             scope: Vec::new(),
             segment: None,
             recipes: HashMap::new(),
@@ -110,6 +131,11 @@ impl<'m> Tape<'m> {
             seed,
             step,
         }
+    }
+
+    /// Looks at everything that is made from here on.
+    pub fn watch(&mut self, watch: &Watch) {
+        self.watch = Some(watch.clone());
     }
 
     /// The engine it runs on.
@@ -222,6 +248,7 @@ impl<'m> Tape<'m> {
             let engine = backward.engine.clone();
             engine.offload().note_recompute();
             let mut tape = Tape::new(&engine, true, seed, step);
+            tape.watch = backward.watch.clone();
             (tape.ids, tape.done, tape.scope, tape.segment) = (ids, done, scope, Some(name.clone()));
             let again =
                 Tensor { id: tape.next_id(), slice: engine.offload().load(&saved)?, shape: input_shape };
@@ -232,7 +259,9 @@ impl<'m> Tape<'m> {
                 let (first, second) = (first.to_string(), second.to_string());
                 return Err(Error::NotReproducible { segment: name, first, second });
             }
-            let mut inner = Backward { engine, gradients: HashMap::from([(output.id, gradient)]) };
+            let gradients = HashMap::from([(output.id, gradient)]);
+            let watch = backward.watch.clone();
+            let mut inner = Backward { engine, gradients, watch, scope: String::new() };
             drop((output, saved));
             tape.run_backward(&mut inner)?;
             match inner.take(again_id) {
@@ -251,13 +280,15 @@ impl<'m> Tape<'m> {
     pub fn backward(self, loss: HeadLoss) -> Result<()> {
         self.engine.offload().begin_backward();
         let gradients = loss.gradient.into_iter().collect();
-        let mut backward = Backward { engine: self.engine.clone(), gradients };
+        let (engine, watch) = (self.engine.clone(), self.watch.clone());
+        let mut backward = Backward { engine, gradients, watch, scope: String::new() };
         self.run_backward(&mut backward)
     }
 
     fn run_backward(mut self, backward: &mut Backward) -> Result<()> {
         self.recipes.clear();
-        while let Some(node) = self.nodes.pop() {
+        while let Some((scope, node)) = self.nodes.pop() {
+            backward.scope = scope;
             node(backward)?;
         }
         Ok(())
@@ -265,7 +296,8 @@ impl<'m> Tape<'m> {
 
     pub(crate) fn push(&mut self, node: impl FnOnce(&mut Backward) -> Result<()> + 'm) {
         debug_assert!(self.recording, "only a recording tape takes nodes");
-        self.nodes.push(Box::new(node));
+        let scope = if self.watch.is_some() { self.name("") } else { String::new() };
+        self.nodes.push((scope, Box::new(node)));
     }
 
     pub(crate) fn next_id(&self) -> u64 {
@@ -274,6 +306,9 @@ impl<'m> Tape<'m> {
     }
 
     pub(crate) fn tensor(&self, slice: Slice, shape: Vec<usize>) -> Tensor {
+        if let Some(watch) = &self.watch {
+            watch.look(&self.engine, &slice, || slice.name().to_string());
+        }
         Tensor { id: self.next_id(), slice, shape }
     }
 
@@ -380,6 +415,9 @@ pub struct DropoutSite {
 pub struct Backward {
     pub(crate) engine: Engine,
     gradients: HashMap<u64, Slice>,
+    watch: Option<Watch>,
+    /// Of the node that runs, where that is watched.
+    scope: String,
 }
 
 impl Backward {
@@ -391,6 +429,9 @@ impl Backward {
     /// Adds a contribution to the gradient of a tensor. The slice may be shared with other tensors' gradients: whoever
     /// writes in place makes it its own first ([`Engine::owned`]).
     pub(crate) fn give(&mut self, id: u64, gradient: Slice) -> Result<()> {
+        if let Some(watch) = &self.watch {
+            watch.look(&self.engine, &gradient, || format!("{}{} (a gradient)", self.scope, gradient.name()));
+        }
         let Some(sum) = self.gradients.remove(&id) else {
             self.gradients.insert(id, gradient);
             return Ok(());

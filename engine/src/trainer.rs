@@ -1,13 +1,14 @@
 //! [`Trainer`]: one optimizer step over an accumulation window, and evaluation.
 
-use ebbtide_kernels::{Category, DType, HostBuffer, Op, Slice, Stream};
+use ebbtide_kernels::{Category, DType, HostBuffer, Op, Slice, Stream, op::ScalerCounter};
 
 use crate::{
-    Engine, Error, LossInto, Result,
+    Engine, Error, LossInto, Precision, Result,
     gpt2::Gpt2,
     ops::{TokenBatch, scalar},
     optimizer::{AdamW, AdamWOptions, Schedule},
-    tape::Tape,
+    scaler::{LossScaler, LossScalerOptions, ScalerState},
+    tape::{Tape, Watch},
 };
 
 /// How a model is trained.
@@ -21,6 +22,8 @@ pub struct TrainerOptions {
     pub seed: u64,
     /// Whether the optimizer's moments are in host memory.
     pub offload_optimizer: bool,
+    /// The loss scale, where the engine computes in 16 bits.
+    pub loss_scale: LossScalerOptions,
 }
 
 /// A micro-batch on the host.
@@ -79,6 +82,10 @@ pub struct StepReport {
     pub learning_rate: f32,
     /// Tokens of the window.
     pub tokens: usize,
+    /// Where the loss scale is after it, where there is one.
+    pub scaler: Option<ScalerState>,
+    /// Whether the gradients overflowed, so that the update was skipped.
+    pub skipped: bool,
 }
 
 /// A model, its optimizer, and where training stands.
@@ -87,7 +94,9 @@ pub struct Trainer {
     model: Gpt2,
     optimizer: AdamW,
     options: TrainerOptions,
+    scaler: Option<LossScaler>,
     steps_done: u64,
+    updates_done: u64,
     forwards_done: u64,
     evaluator: Evaluator,
     results: HostBuffer,
@@ -101,7 +110,14 @@ impl Trainer {
     pub fn new(engine: &Engine, model: Gpt2, options: TrainerOptions) -> Result<Self> {
         options.schedule.check()?;
         let optimizer = AdamW::new(engine, model.parameters(), options.optimizer, options.offload_optimizer)?;
+        let precision = engine.numerics().precision;
+        let scaler = match precision {
+            Precision::F32 => None,
+            _ => Some(LossScaler::new(engine, options.loss_scale.of(precision))?),
+        };
         Ok(Trainer {
+            scaler,
+            updates_done: 0,
             engine: engine.clone(),
             model,
             optimizer,
@@ -109,7 +125,7 @@ impl Trainer {
             steps_done: 0,
             forwards_done: 0,
             evaluator: Evaluator::new(engine)?,
-            results: engine.device().host_buffer(8, "results")?,
+            results: engine.device().host_buffer(12 + 4 * ScalerCounter::COUNT, "results")?,
         })
     }
 
@@ -128,7 +144,12 @@ impl Trainer {
         &self.optimizer
     }
 
-    /// Steps done.
+    /// The loss scale, where the engine computes in 16 bits.
+    pub fn scaler(&self) -> Option<&LossScaler> {
+        self.scaler.as_ref()
+    }
+
+    /// Steps done, those whose update was skipped included.
     pub fn steps_done(&self) -> u64 {
         self.steps_done
     }
@@ -138,17 +159,31 @@ impl Trainer {
         self.forwards_done
     }
 
-    /// Goes on from another run's place: its counts; weights and moments are loaded apart.
-    pub fn set_progress(&mut self, steps_done: u64, forwards_done: u64) {
-        (self.steps_done, self.forwards_done) = (steps_done, forwards_done);
+    /// Goes on from another run's place: its counts, and its loss scale if it had one; weights and moments are loaded apart.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn set_progress(
+        &mut self,
+        steps_done: u64,
+        forwards_done: u64,
+        scaler: Option<&ScalerState>,
+    ) -> Result<()> {
+        (self.steps_done, self.updates_done, self.forwards_done) = (steps_done, steps_done, forwards_done);
+        if let (Some(own), Some(state)) = (&self.scaler, scaler) {
+            own.set_state(&self.engine, state)?;
+            self.updates_done = u64::from(state.applied);
+        }
+        Ok(())
     }
 
     /// One optimizer step over the micro-batches of an accumulation window. Each target weighs the same, whichever
     /// micro-batch it is in: four of 8 sequences give what one of 32 gives, also with ignored targets.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a window without targets, or tokens outside of the vocabulary; the device's. Nothing that
-    /// was saved for backward is left behind.
+    /// [`Error::Shape`] for a window without targets, or tokens outside of the vocabulary; [`Error::Overflow`] if the loss
+    /// scale is at its floor and gradients overflow all the same; the device's. Nothing that was saved for backward is
+    /// left behind.
     pub fn step(&mut self, window: &[Batch]) -> Result<StepReport> {
         window.iter().try_for_each(|batch| batch.check(self.model.config().vocabulary))?;
         let targets: usize = window.iter().map(Batch::target_count).sum();
@@ -161,26 +196,68 @@ impl Trainer {
             // Takes the device's error, so that the next step starts clean.
             let _ = self.engine.device().synchronize();
         }
-        let [loss, gradient_norm] = result?;
-        let step = self.steps_done;
-        let learning_rate = self.options.schedule.rate(step);
+        let (loss, gradient_norm, learning_rate, scaler) = result?;
+        let updates_before = self.updates_done;
+        self.updates_done = scaler.map_or(self.steps_done, |state| u64::from(state.applied));
+        let skipped = scaler.is_some() && self.updates_done == updates_before;
+        if let (Some(own), Some(state)) = (&self.scaler, scaler)
+            && state.at_floor >= own.patience()
+        {
+            let first = self.first_not_finite(window, 1.0 / targets as f32)?;
+            return Err(Error::Overflow { skips: state.at_floor, scale: state.scale, first });
+        }
         let tokens = window.iter().map(|batch| batch.tokens.len()).sum();
-        Ok(StepReport { step, loss, gradient_norm, learning_rate, tokens })
+        let step = self.steps_done;
+        Ok(StepReport { step, loss, gradient_norm, learning_rate, tokens, scaler, skipped })
     }
 
-    fn run_window(&mut self, window: &[Batch], weight: f32) -> Result<[f32; 2]> {
+    /// The loss, the norm, the rate, and where the loss scale is.
+    fn run_window(&mut self, window: &[Batch], weight: f32) -> Result<(f32, f32, f32, Option<ScalerState>)> {
         self.accumulate(window, weight)?;
-        let step = self.steps_done + 1;
-        let rate = self.options.schedule.rate(step);
-        self.optimizer.update(&self.engine, self.model.parameters(), rate, step)?;
-        let norm = self.optimizer.norm().clone();
-        for (i, input) in [self.evaluator.loss.clone(), norm].into_iter().enumerate() {
-            self.engine.submit(Op::CopyOut { input, out: self.results.part(4 * i..4 * i + 4)? })?;
+        // The schedule counts updates that were applied, as the bias correction does.
+        let update = self.updates_done + 1;
+        let rate = self.options.schedule.rate(update);
+        let (parameters, scaler) = (self.model.parameters(), self.scaler.as_ref());
+        self.optimizer.update(&self.engine, parameters, rate, update, scaler)?;
+        let mut results = vec![self.evaluator.loss.clone(), self.optimizer.norm().clone()];
+        results.extend(
+            self.scaler.iter().flat_map(|scaler| [scaler.scale().clone(), scaler.counters().clone()]),
+        );
+        let mut at = 0;
+        for input in results {
+            let part = self.results.part(at..at + input.bytes())?;
+            at += input.bytes();
+            self.engine.submit(Op::CopyOut { input, out: part })?;
         }
-        let results = self.results.all().to_vec::<f32>()?;
+        let words = self.results.all().to_vec::<u32>()?;
         self.engine.device().synchronize()?;
-        self.steps_done = step;
-        Ok([results[0], results[1]])
+        self.steps_done += 1;
+        let float = |i: usize| f32::from_bits(words[i]);
+        let scaler = self.scaler.as_ref().map(|_| ScalerState::new(float(2), &words[3..]));
+        Ok((float(0), float(1), rate, scaler))
+    }
+
+    /// Runs a window again, and looks at everything that it makes: the name of the first tensor that is not finite, in a
+    /// forward pass, or if there is none, of the first such gradient.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn first_not_finite(&mut self, window: &[Batch], weight: f32) -> Result<Option<String>> {
+        let watch = Watch::default();
+        for batch in window {
+            let batch = self.evaluator.upload(&self.engine, batch)?;
+            let mut tape = Tape::train(&self.engine, self.options.seed, self.forwards_done as u32);
+            tape.watch(&watch);
+            let loss = self.model.loss(&mut tape, &batch, &self.loss_into(weight))?;
+            tape.backward(loss)?;
+        }
+        self.engine.device().synchronize()?;
+        Ok(watch.first())
+    }
+
+    fn loss_into(&self, weight: f32) -> LossInto {
+        let loss_scale = self.scaler.as_ref().map(|scaler| scaler.scale().clone());
+        LossInto { sum: self.evaluator.loss.clone(), weight, loss_scale }
     }
 
     /// Clears the gradients and accumulates the window's, each target weighing `weight`. The loss is in
@@ -197,8 +274,7 @@ impl Trainer {
             let batch = self.evaluator.upload(&self.engine, batch)?;
             self.forwards_done += 1;
             let mut tape = Tape::train(&self.engine, self.options.seed, self.forwards_done as u32);
-            let loss =
-                self.model.loss(&mut tape, &batch, &LossInto { sum: self.evaluator.loss.clone(), weight })?;
+            let loss = self.model.loss(&mut tape, &batch, &self.loss_into(weight))?;
             tape.backward(loss)?;
         }
         Ok(())
@@ -251,7 +327,7 @@ impl Evaluator {
         for batch in batches {
             let batch = self.upload(engine, batch)?;
             let mut tape = Tape::eval(engine);
-            model.loss(&mut tape, &batch, &LossInto { sum: self.loss.clone(), weight })?;
+            model.loss(&mut tape, &batch, &LossInto { sum: self.loss.clone(), weight, loss_scale: None })?;
         }
         Ok(engine.compute().download::<f32>(&self.loss)?[0])
     }

@@ -799,7 +799,10 @@ impl Op {
                 device("out", out, Write, 2).dtype(DType::U32),
             ],
             Op::Add { input, out } => {
-                vec![device("input", input, Read, out.len()).float(), device("out", out, Update, out.len()).float()]
+                vec![
+                    device("input", input, Read, out.len()).float(),
+                    device("out", out, Update, out.len()).float(),
+                ]
             }
             Op::Dropout { data, .. } => vec![device("data", data, Update, data.len()).float()],
             Op::Gemm(op) => {
@@ -825,7 +828,10 @@ impl Op {
                 device("workspace", workspace, Write, reduce_workspace(*rows, *width)),
             ],
             Op::Gelu { input, out, .. } => {
-                vec![device("input", input, Read, out.len()).float(), device("out", out, Write, out.len()).float()]
+                vec![
+                    device("input", input, Read, out.len()).float(),
+                    device("out", out, Write, out.len()).float(),
+                ]
             }
             Op::GeluBackward { input, gradient, .. } => vec![
                 device("input", input, Read, gradient.len()).float(),
@@ -868,7 +874,9 @@ impl Op {
                     device("dbias", &op.dbias, Update, op.width),
                     device("workspace", &op.workspace, Write, reduce_workspace(op.rows, 2 * op.width)),
                 ];
-                operands.extend(op.ddelta.iter().map(|(ddelta, _)| device("ddelta", ddelta, Write, size).float()));
+                operands.extend(
+                    op.ddelta.iter().map(|(ddelta, _)| device("ddelta", ddelta, Write, size).float()),
+                );
                 operands
             }
             Op::Attention(op) => {
@@ -1026,9 +1034,10 @@ impl Op {
             }
             Op::Embedding(op) => vec![&mut op.tokens, &mut op.wte, &mut op.wpe, &mut op.out],
             Op::EmbeddingBackward(op) => vec![&mut op.tokens, &mut op.dout, &mut op.dwte, &mut op.dwpe],
-            Op::CrossEntropy(op) => {
-                [&mut op.logits, &mut op.targets, &mut op.losses].into_iter().chain(&mut op.loss_scale).collect()
-            }
+            Op::CrossEntropy(op) => [&mut op.logits, &mut op.targets, &mut op.losses]
+                .into_iter()
+                .chain(&mut op.loss_scale)
+                .collect(),
             Op::Unscale { gradients, scale, found_inf, sum_squares } => {
                 vec![gradients, scale, found_inf, sum_squares]
             }

@@ -9,8 +9,8 @@ use ebbtide_kernels::{
 
 use crate::{CodecKind, Role};
 
-/// How a saved tensor is stored, on the device or elsewhere. [`Codec::F16`], [`Codec::BF16`] and [`Codec::Int8`] lose bits, and
-/// apply to f32 alone, [`Codec::Bits`] to masks; other dtypes, statistics and parameters are stored raw whatever a policy
+/// How a saved tensor is stored, on the device or elsewhere. [`Codec::F16`] and [`Codec::BF16`] lose bits and apply to f32 alone,
+/// [`Codec::Int8`] loses bits and applies to f32, f16 and bf16, [`Codec::Bits`] to masks; other dtypes, statistics and parameters are stored raw whatever a policy
 /// asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Codec {
@@ -55,11 +55,11 @@ impl Codec {
 
     /// The codec itself where it is for such a tensor, else [`Codec::Raw`].
     pub fn for_tensor(self, dtype: DType, role: Role) -> Codec {
+        let exact = matches!(role, Role::Statistic | Role::Mask);
         let applies = match self {
             Codec::Raw => true,
-            Codec::F16 | Codec::BF16 | Codec::Int8 { .. } => {
-                dtype == DType::F32 && !matches!(role, Role::Statistic | Role::Mask)
-            }
+            Codec::F16 | Codec::BF16 => dtype == DType::F32 && !exact,
+            Codec::Int8 { .. } => matches!(dtype, DType::F32 | DType::F16 | DType::BF16) && !exact,
             Codec::Bits => dtype == DType::U8 && role == Role::Mask,
         };
         if applies { self } else { Codec::Raw }

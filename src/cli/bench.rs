@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::Args;
 use ebbtide::{
     bench::{Bench, BenchOptions},
-    config::{Bytes, Precision},
+    config::{Bytes, Numerics, Precision},
     engine::gpt2::Gpt2Config,
     kernels::bytes,
     offload::Expression,
@@ -23,9 +23,12 @@ pub(crate) struct BenchArgs {
     /// Positions of each
     #[arg(long, default_value_t = 512)]
     context: usize,
-    /// What the model computes in: f32
+    /// What the model computes in: f32, f16 or bf16
     #[arg(long, default_value_t = Precision::F32)]
     precision: Precision,
+    /// Keep the residual stream in f32
+    #[arg(long)]
+    residual_f32: bool,
     /// Where saved activations go: keep, recompute, offload, offload disk, int8, offload int8, or PATTERN: ACTION, …
     #[arg(long, default_value_t = Expression::default())]
     policy: Expression,
@@ -57,6 +60,7 @@ pub(super) fn bench(args: BenchArgs) -> Result<()> {
         policy: args.policy.clone(),
         threads: args.threads,
         budget_bytes: args.memory.map(|memory| memory.0),
+        numerics: Numerics { precision: args.precision, residual_f32: args.residual_f32 },
         offload_optimizer: args.offload_optimizer,
         tiers: args.tiers.tiers(),
     };

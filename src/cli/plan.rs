@@ -3,7 +3,7 @@
 use anyhow::{Result, bail};
 use clap::Args;
 use ebbtide::{
-    config::{Bytes, Precision},
+    config::{Bytes, Numerics, Precision},
     engine::{
         gpt2::Gpt2Config,
         plan::{StepPlan, StepShape, plan, sized},
@@ -27,9 +27,12 @@ pub(crate) struct PlanArgs {
     /// Micro-batches of a step
     #[arg(long, default_value_t = 1)]
     accumulate: usize,
-    /// What the model computes in: f32
+    /// What the model computes in: f32, f16 or bf16
     #[arg(long, default_value_t = Precision::F32)]
     precision: Precision,
+    /// Keep the residual stream in f32
+    #[arg(long)]
+    residual_f32: bool,
     /// Where saved activations go
     #[arg(long, default_value_t = Expression::default())]
     policy: Expression,
@@ -85,6 +88,7 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
         context: args.context,
         accumulate: args.accumulate,
         offload_optimizer: args.offload_optimizer,
+        numerics: Numerics { precision: args.precision, residual_f32: args.residual_f32 },
     };
     if args.batch == 0 || args.context == 0 || args.accumulate == 0 {
         bail!("--batch, --context and --accumulate: expected at least 1");

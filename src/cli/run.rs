@@ -168,7 +168,8 @@ pub(super) fn engine(config: &Config, offload: OffloadOptions) -> Result<Engine>
         budget_bytes: config.training.memory.map(|memory| memory.0),
     };
     let device = Device::cpu_with(options)?;
-    Ok(Engine::new(&device, Box::new(config.training.policy.0.clone()), offload)?)
+    let policy = Box::new(config.training.policy.0.clone());
+    Ok(Engine::with_numerics(&device, policy, offload, config.training.numerics())?)
 }
 
 /// A run's model for inference, from its newest checkpoint, with its engine.

@@ -61,9 +61,12 @@ pub(crate) struct TrainArgs {
     /// The device's memory budget, such as 512MiB
     #[arg(long)]
     memory: Option<Bytes>,
-    /// What the model computes in: f32
+    /// What the model computes in: f32, f16 or bf16
     #[arg(long)]
     precision: Option<Precision>,
+    /// Keep the residual stream in f32
+    #[arg(long)]
+    residual_f32: bool,
     /// Steps between checkpoints; 0 for one at the end alone
     #[arg(long)]
     checkpoint_every: Option<u64>,
@@ -119,6 +122,14 @@ struct StepMetrics {
     tokens_per_second: f64,
     learning_rate: f32,
     gradient_norm: f32,
+    /// The loss scale after the step, in 16 bits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<f32>,
+    /// Whether gradients overflowed, so that the step's update was skipped.
+    skipped: bool,
+    /// Updates skipped so far, in 16 bits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    skipped_updates: Option<u32>,
     /// Tokens of the run so far.
     tokens: u64,
     epoch: f64,
@@ -194,6 +205,7 @@ fn step_shape(config: &Config) -> StepShape {
         context: config.training.context,
         accumulate: config.training.accumulate,
         offload_optimizer: config.training.offload_optimizer,
+        numerics: config.training.numerics(),
     }
 }
 
@@ -205,6 +217,7 @@ fn overrides(args: &TrainArgs) -> Overrides {
         policy: args.policy.clone(),
         memory: args.memory,
         precision: args.precision,
+        residual_f32: args.residual_f32.then_some(true),
         checkpoint_every: args.checkpoint_every,
         batch: args.batch,
         accumulate: args.accumulate,
@@ -358,6 +371,7 @@ impl Run {
             schedule: config.schedule,
             seed: config.training.seed,
             offload_optimizer: config.training.offload_optimizer,
+            loss_scale: config.loss_scale,
         };
         let trainer = Trainer::new(&engine, model, options)?;
         let stop = Arc::new(AtomicBool::new(false));
@@ -477,6 +491,9 @@ impl Run {
                 tokens_per_second: report.tokens as f64 / seconds,
                 learning_rate: report.learning_rate,
                 gradient_norm: report.gradient_norm,
+                loss_scale: report.scaler.map(|state| state.scale),
+                skipped: report.skipped,
+                skipped_updates: report.scaler.map(|state| state.skipped),
                 tokens: self.tokens,
                 epoch: self.position as f64 / windows,
                 device_bytes: memory.current_bytes,
@@ -781,8 +798,12 @@ impl Progress {
                 format!(" offload {} ({:.0} % hidden)", bytes(moved as usize), 100.0 * hidden)
             }
         };
+        let scale = match (line.loss_scale, line.skipped_updates) {
+            (Some(scale), Some(skipped)) => format!(" scale {scale} skipped {skipped}"),
+            _ => String::new(),
+        };
         let text = format!(
-            "loss {:.3}{validation} {} tok/s device {} (peak {}){moved}",
+            "loss {:.3}{validation}{scale} {} tok/s device {} (peak {}){moved}",
             line.loss,
             per_second(line.tokens_per_second),
             bytes(line.device_bytes),

@@ -75,7 +75,13 @@ pub fn trainer_on(
     Trainer::new(
         &engine,
         model,
-        TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5, offload_optimizer: false },
+        TrainerOptions {
+            optimizer: AdamWOptions::default(),
+            schedule,
+            seed: 5,
+            offload_optimizer: false,
+            loss_scale: Default::default(),
+        },
     )
 }
 

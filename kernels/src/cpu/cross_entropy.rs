@@ -34,17 +34,17 @@ pub(crate) fn cross_entropy(
         // SAFETY: each row belongs to one task.
         let loss = unsafe { losses.slice(row, 1) };
         let gradient = |logits: &mut [f32]| {
-        let Ok(target) = usize::try_from(targets[row]) else {
-            logits.fill(0.0);
-            loss[0] = 0.0;
-            return;
-        };
-        let of_target = logits[target];
-        let max = row_maximum(logits);
-        let sum = exponentials(logits, max);
-        loss[0] = loss_of(max, sum, of_target);
-        scale_row(logits, (f64::from(gradient_scale) / sum) as f32);
-        logits[target] -= gradient_scale;
+            let Ok(target) = usize::try_from(targets[row]) else {
+                logits.fill(0.0);
+                loss[0] = 0.0;
+                return;
+            };
+            let of_target = logits[target];
+            let max = row_maximum(logits);
+            let sum = exponentials(logits, max);
+            loss[0] = loss_of(max, sum, of_target);
+            scale_row(logits, (f64::from(gradient_scale) / sum) as f32);
+            logits[target] -= gradient_scale;
         };
         // SAFETY: as above.
         unsafe { logits.update(range, &mut Vec::new(), gradient) };

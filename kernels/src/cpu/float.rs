@@ -149,7 +149,12 @@ impl FloatParts<'_> {
     }
 }
 
-fn through<T, R>(slice: &mut [T], scratch: &mut Vec<f32>, reads: bool, work: impl FnOnce(&mut [f32]) -> R) -> R
+fn through<T, R>(
+    slice: &mut [T],
+    scratch: &mut Vec<f32>,
+    reads: bool,
+    work: impl FnOnce(&mut [f32]) -> R,
+) -> R
 where
     [T]: HalfFloatSliceExt,
 {

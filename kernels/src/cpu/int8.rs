@@ -66,7 +66,9 @@ pub(crate) fn int8_decode(threads: &Threads, input: &[u8], out: &FloatParts<'_>,
         let elements = first * group..len.min((first + TASK_GROUPS) * group);
         let codes = &codes[elements.clone()];
         // SAFETY: tasks cover distinct groups.
-        unsafe { out.write(elements, &mut Vec::new(), |out| decode(&scales[4 * first..], codes, out, group)) };
+        unsafe {
+            out.write(elements, &mut Vec::new(), |out| decode(&scales[4 * first..], codes, out, group))
+        };
     });
 }
 

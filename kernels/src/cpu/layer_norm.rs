@@ -63,7 +63,9 @@ pub(crate) fn layer_norm(threads: &Threads, args: LayerNormArgs<'_>) {
                 (*mean, *rstd) = statistics(x, epsilon);
                 // SAFETY: as above.
                 unsafe {
-                    out.write(range.clone(), &mut of_out, |out| apply_row(x, weight, bias, *mean, *rstd, out));
+                    out.write(range.clone(), &mut of_out, |out| {
+                        apply_row(x, weight, bias, *mean, *rstd, out)
+                    });
                 }
             };
             let Some(ResidualArgs { input: stream, out: sum, dropout }) = &residual else {
@@ -105,7 +107,9 @@ pub(crate) fn layer_norm_apply(
             let range = row * width..(row + 1) * width;
             let x = input.part(range.clone(), &mut of_input);
             // SAFETY: each row belongs to one task.
-            unsafe { out.write(range, &mut of_out, |out| apply_row(x, weight, bias, mean[row], rstd[row], out)) };
+            unsafe {
+                out.write(range, &mut of_out, |out| apply_row(x, weight, bias, mean[row], rstd[row], out))
+            };
         }
     });
 }

@@ -61,7 +61,8 @@ pub(crate) fn scaler_update(scale: &mut f32, counters: &mut [u32], found_inf: &m
         counters[at(ScalerCounter::Skipped)] += 1;
         counters[at(ScalerCounter::Growth)] = 0;
         let at_floor = *scale <= rules.floor;
-        counters[at(ScalerCounter::AtFloor)] = if at_floor { counters[at(ScalerCounter::AtFloor)] + 1 } else { 0 };
+        counters[at(ScalerCounter::AtFloor)] =
+            if at_floor { counters[at(ScalerCounter::AtFloor)] + 1 } else { 0 };
         counters[at(ScalerCounter::Overflows)] += 1;
         if counters[at(ScalerCounter::Overflows)] >= rules.hysteresis {
             *scale = (*scale * rules.backoff).max(rules.floor);
