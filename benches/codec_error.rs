@@ -66,7 +66,6 @@ fn main() -> Result<(), Box<dyn Error>> {
         optimizer: AdamWOptions::default(),
         schedule,
         seed: 1,
-        offload_optimizer: false,
         loss_scale: Default::default(),
     };
     let mut trainer = Trainer::new(&engine, model, options)?;

@@ -76,7 +76,6 @@ fn train(policy: Expression, budget_bytes: Option<usize>, options: &OffloadOptio
             optimizer: AdamWOptions::default(),
             schedule,
             seed: 1,
-            offload_optimizer: false,
             loss_scale: Default::default(),
         },
     )?;

@@ -34,7 +34,6 @@ fn main() -> Result<()> {
         optimizer: AdamWOptions::default(),
         schedule,
         seed: 1,
-        offload_optimizer: false,
         loss_scale: Default::default(),
     };
     let mut trainer = Trainer::new(&engine, model, options)?;

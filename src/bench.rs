@@ -92,15 +92,15 @@ impl Bench {
         };
         let budget = options.budget_bytes.map(Bytes);
         let tiers = options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
-        let engine =
-            Engine::with_numerics(&device, Box::new(options.policy.clone()), tiers, options.numerics)?;
+        let policy = Box::new(options.policy.clone());
+        let engine = Engine::with_numerics(&device, policy, tiers, options.numerics)?
+            .offload_optimizer(options.offload_optimizer);
         let model = Gpt2::new(&engine, options.model, 0, true)?;
         let schedule = Schedule::constant(3e-4);
         let trainer_options = TrainerOptions {
             optimizer: AdamWOptions::default(),
             schedule,
             seed: 0,
-            offload_optimizer: options.offload_optimizer,
             loss_scale: Default::default(),
         };
         let mut trainer = Trainer::new(&engine, model, trainer_options)?;

@@ -106,7 +106,7 @@ pub struct TrainingFile {
     pub precision: Option<Precision>,
     /// Keeps the residual stream in f32; false if not given.
     pub residual_f32: Option<bool>,
-    /// Whether the optimizer's moments are in host memory; false if not given.
+    /// Whether the moments are in host memory, and in 16 bits the master weights; false if not given.
     pub offload_optimizer: Option<bool>,
     /// Threads of the kernels; the machine's cores if not given.
     pub threads: Option<usize>,
@@ -281,7 +281,7 @@ pub struct Training {
     /// Keeps the residual stream in f32.
     #[serde(default)]
     pub residual_f32: bool,
-    /// Whether the optimizer's moments are in host memory.
+    /// Whether the moments are in host memory, and in 16 bits the master weights.
     #[serde(default)]
     pub offload_optimizer: bool,
     /// Threads of the kernels.

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use ebbtide::{
     engine::{
-        Batch, Engine, Tape, TokenBatch, Trainer, TrainerOptions,
+        Batch, Engine, Numerics, Precision, Tape, TokenBatch, Trainer, TrainerOptions,
         gpt2::{Gpt2, Gpt2Config},
         hugging_face,
         optimizer::{AdamWOptions, Schedule},
@@ -108,12 +108,13 @@ fn close(case: &Case, what: &str, found: &[f32], expected: &[f32], tolerance: f6
 }
 
 fn trainer(case: &Case, policy: Builtin) -> Trainer {
-    let engine = Engine::new(
-        &Device::cpu().unwrap(),
-        policy.policy(),
-        OffloadOptions { min_bytes: 0, ..Default::default() },
-    )
-    .unwrap();
+    trainer_at(case, policy, Precision::F32)
+}
+
+fn trainer_at(case: &Case, policy: Builtin, precision: Precision) -> Trainer {
+    let options = OffloadOptions { min_bytes: 0, ..Default::default() };
+    let numerics = Numerics { precision, residual_f32: false };
+    let engine = Engine::with_numerics(&Device::cpu().unwrap(), policy.policy(), options, numerics).unwrap();
     let model = Gpt2::new(&engine, case.config, 0, true).unwrap();
     hugging_face::load_weights(&engine, model.parameters(), &case.folder.join("weights.safetensors"))
         .unwrap();
@@ -131,7 +132,6 @@ fn trainer(case: &Case, policy: Builtin) -> Trainer {
         optimizer,
         schedule: Schedule::constant(float(&settings["lr"])),
         seed: 0,
-        offload_optimizer: false,
         loss_scale: Default::default(),
     };
     Trainer::new(&engine, model, options).unwrap()
@@ -182,6 +182,27 @@ fn golden_gpt2_gradients() {
     }
 }
 
+/// What 16 bits cost, of the f32 reference's gradients: 11 bits of precision, or 8.
+#[test]
+fn golden_gpt2_in_16_bits() {
+    for case in cases() {
+        for (precision, tolerance) in [(Precision::F16, 1e-2), (Precision::BF16, 2e-2)] {
+            let mut trainer = trainer_at(&case, Builtin::Keep, precision);
+            let weight = 1.0 / case.batch.target_count() as f32;
+            trainer.accumulate(std::slice::from_ref(&case.batch), weight).unwrap();
+            let engine = trainer.engine();
+            let loss = engine.compute().download::<f32>(trainer.loss_slice()).unwrap();
+            let expected = case.meta["losses"][0].as_f64().unwrap() as f32;
+            close(&case, "the loss", &loss, &[expected], tolerance / 10.0);
+            let scale = trainer.scaler().unwrap().state(engine).unwrap().scale;
+            let gradients = trainer.model().parameters().gradients().unwrap().clone();
+            let gradients = engine.compute().download::<f32>(&gradients).unwrap();
+            let unscaled: Vec<f32> = gradients.into_iter().map(|g| g / scale).collect();
+            parameters_close(&case, &trainer, &unscaled, "grad.", tolerance);
+        }
+    }
+}
+
 #[test]
 fn golden_gpt2_training() {
     for case in cases() {
@@ -201,8 +222,7 @@ fn golden_gpt2_training() {
                     TOLERANCE,
                 );
             }
-            let weights = trainer.model().parameters().weights().clone();
-            let weights = trainer.engine().compute().download::<f32>(&weights).unwrap();
+            let weights = trainer.model().parameters().weights().to_vec(trainer.engine()).unwrap();
             parameters_close(&case, &trainer, &weights, "final.", FINAL_TOLERANCE);
         }
     }

@@ -71,7 +71,7 @@ fn the_loss_is_exact_and_gradients_are_near() {
 #[test]
 fn an_overflow_is_not_hidden() {
     let mut trainer = trainer(&cpu(), "offload int8", tiny_windows());
-    let weight = trainer.model().parameters().get("transformer.h.1.mlp.c_fc.bias").unwrap().weight;
+    let weight = trainer.model().parameters().get("transformer.h.1.mlp.c_fc.bias").unwrap().value;
     let one = weight.part(3..4).unwrap();
     let infinity = ebbtide::kernels::Op::Fill { out: one, value: f32::INFINITY };
     trainer.engine().compute().submit(infinity).unwrap();

@@ -2,15 +2,15 @@
 
 mod common;
 
-use common::{batch, bits, cpu, device_error, small, tiny_windows, trainer_on};
+use common::{batch, bits, cpu, device_error, small, tiny_windows, trainer_in, trainer_on};
 use ebbtide::{
     engine::{
-        Batch,
+        Batch, Numerics, Precision,
         gpt2::Gpt2Config,
         plan::{StepShape, least_budget, nearest_fit, plan},
     },
     kernels::{CpuOptions, Device, Error, SimOptions},
-    offload::{OffloadOptions, policy::Builtin},
+    offload::{Expression, OffloadOptions, policy::Builtin},
 };
 
 fn shape(config: Gpt2Config) -> StepShape {
@@ -34,11 +34,20 @@ fn budgeted(bytes: usize) -> Device {
 
 #[test]
 fn a_plan_is_exact() {
-    let shape = shape(small(0.1));
-    for policy in Builtin::ALL {
+    let lossy = ["offload int8", "int8, *gelu.output: rerun", "recompute, h.*/input: offload"];
+    let policies = Builtin::ALL.map(|policy| policy.to_string()).into_iter();
+    let policies: Vec<String> = policies.chain(lossy.map(str::to_string)).collect();
+    let combinations = Precision::ALL.into_iter().flat_map(|p| [(p, false), (p, true)]);
+    for ((precision, residual_f32), policy) in
+        combinations.flat_map(|numerics| policies.iter().map(move |policy| (numerics, policy)))
+    {
+        let numerics = Numerics { precision, residual_f32 };
+        let shape = StepShape { numerics, ..shape(small(0.1)) };
+        let policy: Expression = policy.parse().unwrap();
         for options in [OffloadOptions::default(), tiny_windows()] {
-            let planned = plan(&shape, policy, &options, None).unwrap();
-            let mut trainer = trainer_on(&cpu(), policy.policy(), options.clone(), shape.model).unwrap();
+            let planned = plan(&shape, policy.clone(), &options, None).unwrap();
+            let boxed = Box::new(policy.clone());
+            let mut trainer = trainer_in(&cpu(), boxed, options.clone(), shape.model, numerics).unwrap();
             let window = window(&shape);
             trainer.step(&window).unwrap();
             trainer.engine().offload().take_report();
@@ -46,10 +55,10 @@ fn a_plan_is_exact() {
             let report = trainer.engine().offload().report();
             trainer.evaluate(&window[..1]).unwrap();
             let memory = trainer.engine().device().memory();
-            assert_eq!(memory.peak_bytes, planned.memory.peak_bytes, "{policy}");
-            assert_eq!(memory.at_peak, planned.memory.at_peak, "{policy}");
-            assert_eq!(memory.extent_bytes, planned.memory.extent_bytes, "{policy}");
-            assert_eq!(report, planned.offload, "{policy}");
+            assert_eq!(memory.peak_bytes, planned.memory.peak_bytes, "{precision}, {policy}");
+            assert_eq!(memory.at_peak, planned.memory.at_peak, "{precision}, {policy}");
+            assert_eq!(memory.extent_bytes, planned.memory.extent_bytes, "{precision}, {policy}");
+            assert_eq!(report, planned.offload, "{precision}, {policy}");
         }
     }
 }

@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{Mixed, batch, bits, configs, cpu, small, tiny_windows, trainer_on};
+use common::{Mixed, batch, bits, configs, cpu, numerics, small, tiny_windows, trainer_in, trainer_on};
 use ebbtide::{
     engine::{
-        Batch,
+        Batch, Numerics, Precision,
         gpt2::Gpt2Config,
         plan::{StepShape, plan},
     },
@@ -30,14 +30,16 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(if std::env::var_os("EBBTIDE_SOAK").is_some() { 2000 } else { 48 }))]
 
     #[test]
-    fn every_policy_gives_the_same_bits(config in configs(), sequences in 1usize..4, seed: u64, mix: u64) {
+    fn every_policy_gives_the_same_bits(
+        config in configs(), numerics in numerics(), sequences in 1usize..4, seed: u64, mix: u64,
+    ) {
         let windows = windows(&config, sequences, seed);
         let keep = Builtin::Keep.policy();
-        let mut reference = trainer_on(&cpu(), keep, OffloadOptions::default(), config).unwrap();
+        let mut reference = trainer_in(&cpu(), keep, OffloadOptions::default(), config, numerics).unwrap();
         let expected = bits(&mut reference, &windows).unwrap();
         for (i, policy) in policies(mix).into_iter().enumerate() {
             let options = if i % 2 == 0 { tiny_windows() } else { OffloadOptions { min_bytes: 0, ..Default::default() } };
-            let mut trainer = trainer_on(&cpu(), policy, options, config).unwrap();
+            let mut trainer = trainer_in(&cpu(), policy, options, config, numerics).unwrap();
             prop_assert_eq!(&bits(&mut trainer, &windows).unwrap(), &expected, "policy {}", i);
             prop_assert_eq!(trainer.engine().offload().live(), 0);
         }
@@ -45,15 +47,16 @@ proptest! {
 
     /// The copies as late as can be, and every access checked.
     #[test]
-    fn slow_copies_change_nothing(config in configs(), seed: u64, mix: u64) {
+    fn slow_copies_change_nothing(config in configs(), numerics in numerics(), seed: u64, mix: u64) {
         let windows = windows(&config, 1, seed);
-        let mut reference = trainer_on(&cpu(), Builtin::Keep.policy(), OffloadOptions::default(), config).unwrap();
+        let keep = Builtin::Keep.policy();
+        let mut reference = trainer_in(&cpu(), keep, OffloadOptions::default(), config, numerics).unwrap();
         let expected = bits(&mut reference, &windows).unwrap();
         let slow = [vec![], vec!["offload out"], vec!["offload in"], vec!["offload out", "offload in", "upload"]];
         for (policy, slow) in policies(mix).into_iter().zip(slow.iter().cycle()) {
             let slow_streams = slow.iter().map(|name| name.to_string()).collect();
             let device = Device::sim(SimOptions { seed: mix, slow_streams, ..SimOptions::default() }).unwrap();
-            let mut trainer = trainer_on(&device, policy, tiny_windows(), config).unwrap();
+            let mut trainer = trainer_in(&device, policy, tiny_windows(), config, numerics).unwrap();
             prop_assert_eq!(&bits(&mut trainer, &windows).unwrap(), &expected, "slow {:?}", slow);
         }
     }
@@ -64,15 +67,17 @@ fn thread_counts_give_the_same_bits() {
     // Wide enough that the kernels cut their work.
     let config = Gpt2Config { width: 96, context: 64, vocabulary: 999, ..small(0.1) };
     let windows = windows(&config, 3, 1);
-    let run = |threads| {
-        let device = Device::cpu_with(CpuOptions { threads: Some(threads), budget_bytes: None }).unwrap();
-        let mut trainer =
-            trainer_on(&device, Builtin::Offload.policy(), OffloadOptions::default(), config).unwrap();
-        bits(&mut trainer, &windows).unwrap()
-    };
-    let expected = run(1);
-    for threads in [2, 3, 7] {
-        assert_eq!(run(threads), expected, "{threads} threads");
+    for precision in Precision::ALL {
+        let numerics = Numerics { precision, residual_f32: false };
+        let run = |threads| {
+            let device = Device::cpu_with(CpuOptions { threads: Some(threads), budget_bytes: None }).unwrap();
+            let (policy, options) = (Builtin::Offload.policy(), OffloadOptions::default());
+            bits(&mut trainer_in(&device, policy, options, config, numerics).unwrap(), &windows).unwrap()
+        };
+        let expected = run(1);
+        for threads in [2, 3, 7] {
+            assert_eq!(run(threads), expected, "{precision}, {threads} threads");
+        }
     }
 }
 

@@ -5,11 +5,11 @@ mod common;
 
 use std::cell::RefCell;
 
-use common::{Mixed, with_disk};
+use common::{Mixed, numerics, with_disk};
 use ebbtide::{
     engine::{
-        DropoutSite, Engine, Error, Init, LossInto, Norm, Parameter, Parameters, ParametersBuilder, Result,
-        Tape, Tensor, TokenBatch,
+        DropoutSite, Engine, Error, Init, LossInto, Norm, Numerics, Parameter, Parameters, ParametersBuilder,
+        Result, Tape, Tensor, TokenBatch,
     },
     kernels::{self, Category, CpuOptions, DType, Device, Op, SimOptions, Slice, op::GeluKind},
     offload::{OffloadOptions, Policy, Tier, policy::Builtin},
@@ -41,6 +41,7 @@ struct Spec {
     heads: usize,
     width: usize,
     dropout: f32,
+    numerics: Numerics,
     /// Segments, each a few pieces.
     segments: Vec<Vec<Piece>>,
 }
@@ -57,14 +58,15 @@ fn specs() -> impl Strategy<Value = Spec> {
         Just(Piece::Escape),
     ];
     let segments = prop::collection::vec(prop::collection::vec(piece, 1..4), 1..5);
-    (2usize..12, 1usize..9, 1usize..3, 1usize..3, 1usize..9, any::<bool>(), segments).prop_map(
-        |(vocabulary, context, batch, heads, head_size, drops, segments)| Spec {
+    (2usize..12, 1usize..9, 1usize..3, 1usize..3, 1usize..9, any::<bool>(), numerics(), segments).prop_map(
+        |(vocabulary, context, batch, heads, head_size, drops, numerics, segments)| Spec {
             vocabulary,
             context,
             batch,
             heads,
             width: heads * head_size,
             dropout: if drops { 0.2 } else { 0.0 },
+            numerics,
             segments,
         },
     )
@@ -184,7 +186,7 @@ fn bits(
     options: OffloadOptions,
     spec: &Spec,
 ) -> Result<Vec<Vec<u32>>> {
-    let engine = Engine::new(device, policy, options)?;
+    let engine = Engine::with_numerics(device, policy, options, spec.numerics)?;
     let model = Model::new(&engine, spec)?;
     let mut all = Vec::new();
     for step in 1..3 {
@@ -222,7 +224,10 @@ fn bits(
         let mut slices = vec![sum, gradients];
         slices.extend(model.escaped.borrow().iter().cloned());
         for slice in slices {
-            all.push(compute.download::<f32>(&slice)?.iter().map(|x| x.to_bits()).collect());
+            // Exact, whatever it is in.
+            let out = device.alloc(slice.len(), DType::F32, Category::Workspace, "result")?;
+            compute.submit(Op::Cast { input: slice, out: out.clone() })?;
+            all.push(compute.download::<f32>(&out)?.iter().map(|x| x.to_bits()).collect());
         }
     }
     device.synchronize()?;

@@ -4,15 +4,20 @@ mod common;
 
 use std::{fs, path::Path};
 
-use common::{batch, cpu, small, tiny_windows, trainer_on};
+use common::{batch, cpu, small, tiny_windows, trainer_in, trainer_on};
 use ebbtide::{
-    engine::{Trainer, checkpoint, gpt2::Gpt2Config, hugging_face},
+    engine::{Numerics, Precision, Trainer, checkpoint, gpt2::Gpt2Config, hugging_face},
     offload::policy::Builtin,
 };
 use serde_json::json;
 
 fn trainer(config: Gpt2Config, policy: Builtin) -> Trainer {
     trainer_on(&cpu(), policy.policy(), tiny_windows(), config).unwrap()
+}
+
+fn trainer_at(precision: Precision, policy: Builtin) -> Trainer {
+    let numerics = Numerics { precision, residual_f32: false };
+    trainer_in(&cpu(), policy.policy(), tiny_windows(), small(0.1), numerics).unwrap()
 }
 
 fn train(trainer: &mut Trainer, until: u64) -> Vec<u32> {
@@ -26,28 +31,34 @@ fn train(trainer: &mut Trainer, until: u64) -> Vec<u32> {
 
 fn weights(trainer: &Trainer) -> Vec<u32> {
     let weights = trainer.model().parameters().weights();
-    let values = trainer.engine().compute().download::<f32>(weights).unwrap();
-    values.iter().map(|x| x.to_bits()).collect()
+    weights.to_vec(trainer.engine()).unwrap().iter().map(|x| x.to_bits()).collect()
 }
 
 #[test]
 fn resumed_runs_end_where_unbroken_ones_do() {
     let folder = tempfile::tempdir().unwrap();
-    for (policy, other) in [(Builtin::Keep, Builtin::Offload), (Builtin::Recompute, Builtin::Keep)] {
-        let folder = folder.path().join(policy.to_string());
-        let mut unbroken = trainer(small(0.1), policy);
+    for (precision, policy, other) in [
+        (Precision::F32, Builtin::Keep, Builtin::Offload),
+        (Precision::F32, Builtin::Recompute, Builtin::Keep),
+        (Precision::F16, Builtin::Offload, Builtin::Recompute),
+        (Precision::BF16, Builtin::Keep, Builtin::Offload),
+    ] {
+        let folder = folder.path().join(format!("{precision}-{policy}"));
+        let mut unbroken = trainer_at(precision, policy);
         let losses = train(&mut unbroken, 20);
-        let mut first = trainer(small(0.1), policy);
+        let mut first = trainer_at(precision, policy);
         train(&mut first, 10);
         let saved = checkpoint::save(&first, &folder, json!({"position": 20}), 0).unwrap();
         drop(first);
         // Another policy is another way to the same bits.
-        let mut second = trainer(small(0.1), other);
+        let mut second = trainer_at(precision, other);
         train(&mut second, 3);
         let state = checkpoint::load(&mut second, &saved).unwrap();
         assert_eq!((state.steps_done, state.extra["position"].as_u64()), (10, Some(20)));
         assert_eq!(train(&mut second, 20), losses[10..]);
         assert_eq!(weights(&second), weights(&unbroken));
+        let scale = |trainer: &Trainer| trainer.scaler().map(|s| s.state(trainer.engine()).unwrap());
+        assert_eq!(scale(&second), scale(&unbroken));
     }
 }
 

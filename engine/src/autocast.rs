@@ -98,6 +98,11 @@ impl Numerics {
     pub fn result(self, operation: &str, inputs: &[DType]) -> DType {
         let class =
             TABLE.iter().find(|(name, _)| *name == operation).map_or(Class::Input, |(_, class)| *class);
+        self.result_of(class, inputs)
+    }
+
+    /// The type of the result of an operation of a class.
+    pub fn result_of(self, class: Class, inputs: &[DType]) -> DType {
         let narrow = self.precision.dtype();
         match class {
             Class::Narrow => narrow,

@@ -93,7 +93,7 @@ pub fn save(trainer: &Trainer, folder: &Path, extra: serde_json::Value, keep_las
 fn write(trainer: &Trainer, partial: &Path, extra: serde_json::Value) -> Result<()> {
     let (engine, parameters) = (trainer.engine(), trainer.model().parameters());
     fs::create_dir(partial).map_err(io(partial, "make the folder"))?;
-    tensor_file::write(engine, &partial.join(WEIGHTS), entries(parameters, &parameters.flat_weights(), ""))?;
+    tensor_file::write(engine, &partial.join(WEIGHTS), entries(parameters, parameters.weights(), ""))?;
     let mut moments = Vec::new();
     for (prefix, moment) in MOMENTS.iter().zip(trainer.optimizer().moments()) {
         moments.extend(entries(parameters, moment, prefix));
@@ -161,7 +161,7 @@ pub fn load(trainer: &mut Trainer, checkpoint: &Path) -> Result<CheckpointState>
     check_tensors(&optimizer, parameters, &MOMENTS)?;
     let [first, second] = trainer.optimizer().moments();
     for (name, _, range) in parameters.iter() {
-        parameters.flat_weights().write(&engine, range.clone(), &weights.read(name)?)?;
+        parameters.weights().write(&engine, range.clone(), &weights.read(name)?)?;
         for (prefix, moment) in MOMENTS.iter().zip([first, second]) {
             let values = optimizer.read(&format!("{prefix}{name}"))?;
             moment.write(&engine, range.clone(), &values)?;
@@ -183,7 +183,7 @@ pub fn load_weights(engine: &Engine, parameters: &Parameters, checkpoint: &Path)
     let mut weights = TensorFile::open(&checkpoint.join(WEIGHTS))?;
     check_tensors(&weights, parameters, &[""])?;
     for (name, _, range) in parameters.iter() {
-        parameters.flat_weights().write(engine, range, &weights.read(name)?)?;
+        parameters.weights().write(engine, range, &weights.read(name)?)?;
     }
     parameters.refresh(engine)?;
     engine.compute().synchronize()?;
@@ -354,7 +354,6 @@ mod tests {
             optimizer: AdamWOptions::default(),
             schedule,
             seed,
-            offload_optimizer: false,
             loss_scale: Default::default(),
         };
         Trainer::new(&engine, model, options).unwrap()
@@ -363,7 +362,7 @@ mod tests {
     /// Weights and both moments.
     fn flats(trainer: &Trainer) -> [Flat; 3] {
         let [first, second] = trainer.optimizer().moments();
-        [trainer.model().parameters().flat_weights(), first.clone(), second.clone()]
+        [trainer.model().parameters().weights().clone(), first.clone(), second.clone()]
     }
 
     /// Every parameter's weights and moments, and the counts: all that a checkpoint brings back.

@@ -1,5 +1,10 @@
 //! [`Engine`]: a device, its compute stream, and the offload runtime beside it.
 
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex, PoisonError},
+};
+
 use ebbtide_kernels::{Category, DType, Device, Op, Slice, Stream};
 use ebbtide_offload::{Offload, OffloadOptions, Policy};
 
@@ -11,6 +16,8 @@ pub struct Engine {
     compute: Stream,
     offload: Offload,
     numerics: Numerics,
+    offloads_optimizer: bool,
+    notes: Arc<Mutex<BTreeSet<String>>>,
 }
 
 impl Engine {
@@ -34,7 +41,18 @@ impl Engine {
     ) -> Result<Self> {
         let compute = device.stream("compute");
         let offload = Offload::new(&compute, policy, options)?;
-        Ok(Engine { compute, offload, numerics })
+        Ok(Engine { compute, offload, numerics, offloads_optimizer: false, notes: Arc::default() })
+    }
+
+    /// Keeps what only the optimizer needs of models made from here on in host memory: AdamW's moments, and the f32 masters
+    /// where the engine computes in 16 bits. An update takes them chunk by chunk. The bits are the same.
+    pub fn offload_optimizer(self, offloads_optimizer: bool) -> Self {
+        Engine { offloads_optimizer, ..self }
+    }
+
+    /// Whether what only the optimizer needs is in host memory.
+    pub fn offloads_optimizer(&self) -> bool {
+        self.offloads_optimizer
     }
 
     /// The device.
@@ -55,6 +73,15 @@ impl Engine {
     /// The runtime that holds saved tensors.
     pub fn offload(&self) -> &Offload {
         &self.offload
+    }
+
+    /// What a user may want to know of how the model runs, each once.
+    pub fn notes(&self) -> Vec<String> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
+    }
+
+    pub(crate) fn note(&self, note: String) {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).insert(note);
     }
 
     pub(crate) fn submit(&self, op: Op) -> Result<()> {

@@ -6,6 +6,9 @@ use ebbtide_kernels::{HostBuffer, Op, Slice};
 
 use crate::{Engine, Result};
 
+/// Elements of a chunk of what is in host memory.
+pub(crate) const CHUNK: usize = 1 << 20;
+
 /// f32 elements, laid out as [`crate::Parameters`] are.
 #[derive(Clone, Debug)]
 pub enum Flat {
@@ -38,6 +41,14 @@ impl Flat {
             Flat::Device(slice) => engine.compute().download(&slice.part(range)?)?,
             Flat::Host(buffer) => buffer.part(4 * range.start..4 * range.end)?.to_vec()?,
         })
+    }
+
+    /// Copies all elements to the host.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn to_vec(&self, engine: &Engine) -> Result<Vec<f32>> {
+        self.read(engine, 0..self.len())
     }
 
     /// Overwrites elements, when everything that uses them is done.

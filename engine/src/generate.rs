@@ -7,11 +7,11 @@
 
 use std::cmp::Ordering;
 
-use ebbtide_kernels::Category;
+use ebbtide_kernels::{Category, DType};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use rand_distr::{Distribution, StandardUniform};
 
-use crate::{Engine, Error, Result, Tape, TokenBatch, gpt2::Gpt2};
+use crate::{Engine, Error, Result, Tape, TokenBatch, Watch, gpt2::Gpt2};
 
 /// How tokens are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,8 +48,8 @@ impl SampleOptions {
 /// Of what is longer than the model's context, the last part counts.
 ///
 /// # Errors
-/// [`Error::Shape`] for an empty prompt, a token outside of the vocabulary, or logits that are not finite; those of
-/// [`SampleOptions::check`]; the device's.
+/// [`Error::Shape`] for an empty prompt, or a token outside of the vocabulary; [`Error::NotFinite`] for logits that are not finite,
+/// with the first tensor that was not; those of [`SampleOptions::check`]; the device's.
 pub fn generate(
     engine: &Engine,
     model: &Gpt2,
@@ -71,10 +71,14 @@ pub fn generate(
     let mut text = prompt.to_vec();
     for _ in 0..options.tokens {
         let start = text.len().saturating_sub(model.config().context);
-        let logits = next_logits(engine, model, &text[start..])?;
+        let logits = next_logits(engine, model, &text[start..], None)?;
+        if !logits.iter().all(|logit| logit.is_finite()) {
+            let watch = Watch::default();
+            next_logits(engine, model, &text[start..], Some(&watch))?;
+            return Err(Error::NotFinite { what: "a logit", first: watch.first() });
+        }
         let draw: f64 = StandardUniform.sample(&mut random);
-        let token = choose(&logits, options, draw)
-            .ok_or_else(|| shape("finite logits".to_string(), "NaN or infinite ones".to_string()))?;
+        let token = choose(&logits, options, draw);
         text.push(token);
         if !on_token(token) {
             break;
@@ -84,30 +88,26 @@ pub fn generate(
 }
 
 /// Logits of the token after `tokens`.
-fn next_logits(engine: &Engine, model: &Gpt2, tokens: &[u32]) -> Result<Vec<f32>> {
+fn next_logits(engine: &Engine, model: &Gpt2, tokens: &[u32], watch: Option<&Watch>) -> Result<Vec<f32>> {
     let context = tokens.len();
     let tokens = engine.compute().upload(tokens, Category::Staging, "tokens")?;
     let mut tape = Tape::eval(engine);
+    watch.into_iter().for_each(|watch| tape.watch(watch));
     let hidden = model.hidden(&mut tape, &TokenBatch { tokens, targets: None, batch: 1, context })?;
     let width = model.config().width;
     let last = hidden.slice().part((context - 1) * width..context * width)?;
     let last = tape.constant(last, &[1, width])?;
     let logits = tape.logits(&last, &model.parameters().get("transformer.wte.weight")?)?;
-    Ok(engine.compute().download::<f32>(logits.slice())?)
+    let logits = engine.cast(logits.slice().clone(), DType::F32, Category::Activations, "logits")?;
+    Ok(engine.compute().download::<f32>(&logits)?)
 }
 
-/// The token that `draw`, in `[0, 1)`, falls on; `None` if the logits have no finite maximum.
-fn choose(logits: &[f32], options: &SampleOptions, draw: f64) -> Option<u32> {
-    if logits.iter().any(|logit| logit.is_nan()) {
-        return None;
-    }
+/// The token that `draw`, in `[0, 1)`, falls on. There are logits, and none is NaN.
+fn choose(logits: &[f32], options: &SampleOptions, draw: f64) -> u32 {
     // Likeliest first; of equals, both zeros among them, the lower id: the sort is stable.
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].partial_cmp(&logits[a]).unwrap_or(Ordering::Equal));
-    let best = f64::from(logits[*order.first()?]);
-    if !best.is_finite() {
-        return None;
-    }
+    let best = f64::from(logits[order[0]]);
     let candidates = match (options.temperature, options.top_k) {
         (0.0, _) => 1,
         (_, 0) => order.len(),
@@ -119,10 +119,10 @@ fn choose(logits: &[f32], options: &SampleOptions, draw: f64) -> Option<u32> {
     for token in candidates {
         left -= weight(token);
         if left < 0.0 {
-            return Some(*token as u32);
+            return *token as u32;
         }
     }
-    candidates.first().map(|&token| token as u32)
+    candidates[0] as u32
 }
 
 #[cfg(test)]
@@ -142,7 +142,7 @@ mod tests {
         const DRAWS: usize = 10_000;
         let mut shares = vec![0.0; logits.len()];
         for i in 0..DRAWS {
-            let token = choose(logits, options, (i as f64 + 0.5) / DRAWS as f64).unwrap();
+            let token = choose(logits, options, (i as f64 + 0.5) / DRAWS as f64);
             shares[token as usize] += 1.0 / DRAWS as f64;
         }
         shares
@@ -168,12 +168,10 @@ mod tests {
         assert!(
             (of_two[1] - 0.5).abs() < 1e-3 && (of_two[2] - 0.5).abs() < 1e-3 && of_two[0] + of_two[3] == 0.0
         );
-        assert_eq!(choose(&logits, &options(0.0, 0), 0.99), Some(1));
-        assert_eq!(choose(&[-0.0, 0.0], &options(0.0, 0), 0.99), Some(0));
+        assert_eq!(choose(&logits, &options(0.0, 0), 0.99), 1);
+        assert_eq!(choose(&[-0.0, 0.0], &options(0.0, 0), 0.99), 0);
         // Never outside of the vocabulary, however low the temperature or high the rank.
-        assert_eq!(choose(&logits, &options(f32::MIN_POSITIVE, 99), 0.0), Some(1));
-        assert_eq!(choose(&[], &options(1.0, 0), 0.5), None);
-        assert_eq!(choose(&[f32::NAN, 1.0], &options(1.0, 0), 0.5), None);
+        assert_eq!(choose(&logits, &options(f32::MIN_POSITIVE, 99), 0.0), 1);
     }
 
     fn model() -> (Engine, Gpt2) {
@@ -213,7 +211,7 @@ mod tests {
     #[test]
     fn the_last_position_decides() {
         let (engine, model) = model();
-        let logits = |tokens: &[u32]| next_logits(&engine, &model, tokens).unwrap();
+        let logits = |tokens: &[u32]| next_logits(&engine, &model, tokens, None).unwrap();
         assert_eq!(logits(&[1, 2, 3]).len(), 13);
         assert_ne!(logits(&[1, 2, 3]), logits(&[1, 2, 4]));
     }

@@ -38,7 +38,7 @@ pub fn export(engine: &Engine, model: &Gpt2, folder: &Path) -> Result<()> {
     let write = || {
         write_config(&config_partial, model.config())?;
         let parameters = model.parameters();
-        tensor_file::write(engine, &weights_partial, entries(parameters, &parameters.flat_weights(), ""))?;
+        tensor_file::write(engine, &weights_partial, entries(parameters, parameters.weights(), ""))?;
         fs::rename(&config_partial, &config).map_err(io(&config, "put in place"))?;
         fs::rename(&weights_partial, &weights).map_err(|reason| {
             let _ = fs::remove_file(&config);
@@ -200,7 +200,7 @@ pub fn load_weights(engine: &Engine, parameters: &Parameters, path: &Path) -> Re
         }
     }
     for (name, _, range) in parameters.iter() {
-        parameters.flat_weights().write(engine, range, &file.read(&of_file(name))?)?;
+        parameters.weights().write(engine, range, &file.read(&of_file(name))?)?;
     }
     parameters.refresh(engine)?;
     engine.compute().synchronize()?;
@@ -233,7 +233,7 @@ mod tests {
     }
 
     fn bits((engine, model): &(Engine, Gpt2)) -> Vec<u32> {
-        let values = engine.compute().download::<f32>(model.parameters().weights()).unwrap();
+        let values = model.parameters().weights().to_vec(&engine).unwrap();
         values.into_iter().map(f32::to_bits).collect()
     }
 
@@ -265,8 +265,7 @@ mod tests {
         };
         let mut tensors = Vec::new();
         for (parameter, shape, range) in model.parameters().iter() {
-            let part = model.parameters().weights().part(range).unwrap();
-            let values = engine.compute().download::<f32>(&part).unwrap();
+            let values = model.parameters().weights().read(engine, range).unwrap();
             tensors.push((name(parameter), shape.to_vec(), encode(&values)));
         }
         let flat = |(name, values): &(&str, Vec<f32>)| (name.to_string(), vec![values.len()], encode(values));
@@ -325,7 +324,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.safetensors");
         let source = model(1);
-        let table = source.1.parameters().get(TOKEN_TABLE).unwrap().weight;
+        let table = source.1.parameters().get(TOKEN_TABLE).unwrap().value;
         let mut head = source.0.compute().download::<f32>(&table).unwrap();
         write_as(&path, &source, str::to_string, safetensors::Dtype::F32, &[(HEAD, head.clone())]);
         let target = model(2);

@@ -93,8 +93,8 @@ impl<'m> Tape<'m> {
         let out = self.engine().activation(sequences * context * width, dtype, &self.name("embedding"))?;
         self.engine().submit(Op::Embedding(Embedding {
             tokens: batch.tokens.clone(),
-            wte: wte.compute.clone(),
-            wpe: wpe.compute.part(0..context * width)?,
+            wte: wte.value.clone(),
+            wpe: wpe.value.part(0..context * width)?,
             out: out.clone(),
             batch: sequences,
             context,
@@ -215,9 +215,9 @@ impl<'m> Tape<'m> {
         self.engine().submit(Op::Gemm(Gemm {
             a: x.slice.clone(),
             a_layout: Layout::Normal,
-            b: weight.compute.clone(),
+            b: weight.value.clone(),
             b_layout: Layout::Normal,
-            bias: bias.map(|bias| bias.weight.clone()),
+            bias: bias.map(|bias| bias.value.clone()),
             out: out.clone(),
             accumulate: false,
             m,
@@ -265,7 +265,7 @@ impl<'m> Tape<'m> {
                 engine.submit(Op::Gemm(Gemm {
                     a: dout,
                     a_layout: Layout::Normal,
-                    b: weight.compute,
+                    b: weight.value,
                     b_layout: Layout::Transposed,
                     bias: None,
                     out: dx.clone(),
@@ -437,7 +437,7 @@ impl<'m> Tape<'m> {
             engine.submit(Op::Gemm(Gemm {
                 a: logits.clone(),
                 a_layout: Layout::Normal,
-                b: table.compute.clone(),
+                b: table.value.clone(),
                 b_layout: Layout::Normal,
                 bias: None,
                 out: dx.part(start * width..(start + count) * width)?,
@@ -472,7 +472,7 @@ impl<'m> Tape<'m> {
     }
 
     /// A tensor in another type, itself if it is of that type; differentiable.
-    fn cast(&mut self, x: Tensor, dtype: DType) -> Result<Tensor> {
+    pub(crate) fn cast(&mut self, x: Tensor, dtype: DType) -> Result<Tensor> {
         let from = x.slice.dtype();
         if from == dtype {
             return Ok(x);
@@ -506,8 +506,8 @@ impl<'m> Tape<'m> {
         engine.submit(Op::LayerNorm(LayerNorm {
             input: input.clone(),
             residual,
-            weight: norm.weight.weight.clone(),
-            bias: norm.bias.weight.clone(),
+            weight: norm.weight.value.clone(),
+            bias: norm.bias.value.clone(),
             out: out.clone(),
             mean: mean.clone(),
             rstd: rstd.clone(),
@@ -579,7 +579,7 @@ impl<'m> Tape<'m> {
             engine.submit(Op::LayerNormBackward(LayerNormBackward {
                 dout,
                 input: engine.offload().load(&saved.x)?,
-                weight: norm.weight.weight.clone(),
+                weight: norm.weight.value.clone(),
                 mean: engine.offload().load(&saved.mean)?,
                 rstd: engine.offload().load(&saved.rstd)?,
                 dinput: dinput.clone(),
@@ -636,8 +636,8 @@ impl SavedNorm {
             let out = engine.activation(self.rows * self.width, self.dtype, &name)?;
             engine.submit(Op::LayerNormApply(LayerNormApply {
                 input: engine.offload().load(&self.x)?,
-                weight: norm.weight.weight.clone(),
-                bias: norm.bias.weight.clone(),
+                weight: norm.weight.value.clone(),
+                bias: norm.bias.value.clone(),
                 mean: engine.offload().load(&self.mean)?,
                 rstd: engine.offload().load(&self.rstd)?,
                 out: out.clone(),
@@ -669,7 +669,7 @@ fn head_product(x: Slice, table: &Parameter, out: Slice, rows: usize, vocabulary
     Op::Gemm(Gemm {
         a: x,
         a_layout: Layout::Normal,
-        b: table.compute.clone(),
+        b: table.value.clone(),
         b_layout: Layout::Transposed,
         bias: None,
         out,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use ebbtide_kernels::{Category, DType, Op, Slice, Stream, op::AdamW as AdamWOp};
 use serde::{Deserialize, Serialize};
 
-use crate::{Engine, Error, Flat, Parameters, Result, ops::scalar, scaler::LossScaler};
+use crate::{Engine, Error, Flat, Parameters, Result, flat::CHUNK, ops::scalar, scaler::LossScaler};
 
 /// AdamW's constants, with decoupled decay for parameters of two or more dimensions.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -115,18 +115,13 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// Moments of zero; with `offload` in host memory, from which an update takes them chunk by chunk and brings them back, over
-    /// a stream for each direction.
+    /// Moments of zero; in host memory if the engine offloads the optimizer, from which an update takes them chunk by chunk and
+    /// brings them back, over a stream for each direction.
     ///
     /// # Errors
     /// The device's, above all if the budget cannot hold them, or host memory.
-    pub fn new(
-        engine: &Engine,
-        parameters: &Parameters,
-        options: AdamWOptions,
-        offload: bool,
-    ) -> Result<Self> {
-        let (device, len) = (engine.device(), parameters.flat_len());
+    pub fn new(engine: &Engine, parameters: &Parameters, options: AdamWOptions) -> Result<Self> {
+        let (device, len, offload) = (engine.device(), parameters.flat_len(), engine.offloads_optimizer());
         let moment = |name| -> Result<Flat> {
             if offload {
                 return Ok(Flat::Host(device.host_slab(4 * len, name)?));
@@ -191,12 +186,13 @@ impl AdamW {
             let chunk_len = if self.streaming.is_some() { CHUNK } else { range.len().max(1) };
             for start in range.clone().step_by(chunk_len) {
                 let chunk = start..range.end.min(start + chunk_len);
-                let [first_moment, second_moment] = self.bring(engine, &mut ring, chunk.clone())?;
+                let state = self.bring(engine, &mut ring, parameters, chunk.clone())?;
+                let [masters, first_moment, second_moment] = state.clone();
                 engine.submit(Op::AdamW(AdamWOp {
-                    parameters: parameters.weights().part(chunk.clone())?,
+                    parameters: masters.clone(),
                     gradients: gradients.part(chunk.clone())?,
-                    first_moment: first_moment.clone(),
-                    second_moment: second_moment.clone(),
+                    first_moment,
+                    second_moment,
                     gradient_scale: (clip > 0.0).then(|| self.coefficient.clone()),
                     scaled: scaler.map(LossScaler::scaled),
                     learning_rate,
@@ -206,20 +202,29 @@ impl AdamW {
                     weight_decay,
                     step,
                 }))?;
-                self.send([first_moment, second_moment], chunk)?;
+                parameters.publish(engine, chunk.clone(), masters)?;
+                self.send(parameters, state, chunk)?;
             }
         }
-        if let Some(scaler) = scaler {
-            scaler.update(engine)?;
-        }
-        parameters.refresh(engine)
+        scaler.map_or(Ok(()), |scaler| scaler.update(engine))
     }
 
-    /// The moments of a chunk, on the device.
-    fn bring(&self, engine: &Engine, ring: &mut Ring, chunk: Range<usize>) -> Result<[Slice; 2]> {
-        let mut moments = Vec::with_capacity(2);
-        for moment in &self.moments {
-            moments.push(match (moment, &self.streaming) {
+    /// What an update reads and writes of every parameter.
+    fn state<'a>(&'a self, parameters: &'a Parameters) -> [&'a Flat; 3] {
+        [parameters.weights(), &self.moments[0], &self.moments[1]]
+    }
+
+    /// The weights and moments of a chunk, on the device.
+    fn bring(
+        &self,
+        engine: &Engine,
+        ring: &mut Ring,
+        parameters: &Parameters,
+        chunk: Range<usize>,
+    ) -> Result<[Slice; 3]> {
+        let mut state = Vec::with_capacity(3);
+        for flat in self.state(parameters) {
+            state.push(match (flat, &self.streaming) {
                 (Flat::Host(buffer), Some([back, _])) => {
                     let out = ring.next(engine)?.part(0..chunk.len())?;
                     let input = buffer.part(4 * chunk.start..4 * chunk.end)?;
@@ -230,23 +235,20 @@ impl AdamW {
                 (Flat::Host(_), None) => unreachable!("host memory and its streams are made together"),
             });
         }
-        moments.try_into().map_err(|_| unreachable!("two moments"))
+        state.try_into().map_err(|_| unreachable!("three of them"))
     }
 
-    /// Takes a chunk's moments back to where they live.
-    fn send(&self, moments: [Slice; 2], chunk: Range<usize>) -> Result<()> {
+    /// Takes a chunk's weights and moments back to where they live.
+    fn send(&self, parameters: &Parameters, state: [Slice; 3], chunk: Range<usize>) -> Result<()> {
         let Some([_, out]) = &self.streaming else { return Ok(()) };
-        for (moment, input) in self.moments.iter().zip(moments) {
-            if let Flat::Host(buffer) = moment {
+        for (flat, input) in self.state(parameters).into_iter().zip(state) {
+            if let Flat::Host(buffer) = flat {
                 out.submit(Op::CopyOut { input, out: buffer.part(4 * chunk.start..4 * chunk.end)? })?;
             }
         }
         Ok(())
     }
 }
-
-/// Elements of a chunk of moments in host memory.
-const CHUNK: usize = 1 << 20;
 
 /// Device memory for the chunks of an update: a few, so that one comes and one goes while one is used. Who uses one anew is
 /// ordered after its last use by the device layer.
@@ -257,14 +259,14 @@ struct Ring {
 }
 
 impl Ring {
-    /// Both moments of three chunks.
-    const LEN: usize = 6;
+    /// Weights and moments of three chunks.
+    const LEN: usize = 9;
 
     fn next(&mut self, engine: &Engine) -> Result<Slice> {
         self.turn += 1;
         if self.chunks.len() < Self::LEN {
             let alloc =
-                engine.offload().alloc(CHUNK, DType::F32, Category::Optimizer, "moments of a chunk")?;
+                engine.offload().alloc(CHUNK, DType::F32, Category::Optimizer, "optimizer's chunk")?;
             self.chunks.push(alloc);
         }
         Ok(self.chunks[(self.turn - 1) % Self::LEN].clone())

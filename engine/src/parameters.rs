@@ -10,7 +10,7 @@ use ebbtide_kernels::{Category, DType, Op, Slice};
 use rand_chacha::{ChaCha8Rng, rand_core::SeedableRng};
 use rand_distr::{Distribution, Normal};
 
-use crate::{Engine, Error, Flat, Result};
+use crate::{Engine, Error, Flat, Result, flat::CHUNK};
 
 /// How a parameter starts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,10 +27,8 @@ pub enum Init {
 /// A parameter's places. Cloning is cheap and shares the memory.
 #[derive(Clone, Debug)]
 pub struct Parameter {
-    /// Its value, f32: the master.
-    pub weight: Slice,
-    /// What products read: the 16-bit copy of a matrix where the engine computes in 16 bits, else the value itself.
-    pub compute: Slice,
+    /// What computations read: its f32 master, or the 16-bit copy of a matrix where the engine computes in 16 bits.
+    pub value: Slice,
     /// Where its gradient accumulates, f32; `None` if the model is not trained.
     pub gradient: Option<Slice>,
     /// Its shape.
@@ -89,17 +87,29 @@ impl ParametersBuilder {
             }
         }
         let device = engine.device();
-        let weights = device.alloc(end, DType::F32, Category::Weights, "weights")?;
+        let alloc = |len, dtype, name| device.alloc(len, dtype, Category::Weights, name);
+        let narrow = match engine.numerics().precision.dtype() {
+            DType::F32 => None,
+            dtype => Some(alloc(decayed, dtype, "16-bit weights")?),
+        };
+        let (masters, values) = match narrow {
+            // Nothing but the optimizer reads a master.
+            Some(narrow) if trainable && engine.offloads_optimizer() => {
+                let rest = alloc(end - decayed, DType::F32, "weights")?;
+                (Flat::Host(device.host_slab(4 * end, "master weights")?), [narrow, rest])
+            }
+            narrow => {
+                let all = alloc(end, DType::F32, "weights")?;
+                let matrices = narrow.map_or_else(|| all.part(0..decayed), Ok)?;
+                (Flat::Device(all.clone()), [matrices, all.part(decayed..end)?])
+            }
+        };
         let gradients = match trainable {
             true => Some(device.alloc(end, DType::F32, Category::Gradients, "gradients")?),
             false => None,
         };
         let by_name = self.specs.iter().enumerate().map(|(i, spec)| (spec.name.clone(), i)).collect();
-        let narrow = match engine.numerics().precision.dtype() {
-            DType::F32 => None,
-            dtype => Some(device.alloc(decayed, dtype, Category::Weights, "16-bit weights")?),
-        };
-        let parameters = Parameters { specs: self.specs, by_name, weights, narrow, gradients, decayed };
+        let parameters = Parameters { specs: self.specs, by_name, masters, values, gradients, decayed };
         parameters.initialise(engine, seed)?;
         parameters.refresh(engine)?;
         if let Some(gradients) = &parameters.gradients {
@@ -113,9 +123,9 @@ impl ParametersBuilder {
 pub struct Parameters {
     specs: Vec<Spec>,
     by_name: HashMap<String, usize>,
-    weights: Slice,
-    /// Of the matrices, which lie first.
-    narrow: Option<Slice>,
+    masters: Flat,
+    /// What computations read of the matrices, which lie first, and of the rest.
+    values: [Slice; 2],
     gradients: Option<Slice>,
     decayed: usize,
 }
@@ -123,7 +133,7 @@ pub struct Parameters {
 impl Parameters {
     /// Elements, padding included: the length of the flat buffers.
     pub fn flat_len(&self) -> usize {
-        self.weights.len()
+        self.masters.len()
     }
 
     /// Elements of all parameters.
@@ -131,14 +141,9 @@ impl Parameters {
         self.specs.iter().map(Spec::len).sum()
     }
 
-    /// All weights, flat.
-    pub fn weights(&self) -> &Slice {
-        &self.weights
-    }
-
-    /// The weights, to be read and written from the host.
-    pub fn flat_weights(&self) -> Flat {
-        Flat::Device(self.weights.clone())
+    /// All weights in f32, flat. Who writes them calls [`Parameters::refresh`] then.
+    pub fn weights(&self) -> &Flat {
+        &self.masters
     }
 
     /// All gradients, flat; `None` if the model is not trained.
@@ -170,25 +175,52 @@ impl Parameters {
             self.by_name.get(name).ok_or_else(|| Error::UnknownParameter { name: name.to_string() })?;
         let spec = &self.specs[*index];
         let gradient = self.gradients.as_ref().map(|all| all.part(spec.range.clone())).transpose()?;
-        let weight = self.weights.part(spec.range.clone())?;
-        let compute = match &self.narrow {
-            Some(narrow) if spec.decays() => narrow.part(spec.range.clone())?,
-            _ => weight.clone(),
-        };
-        Ok(Parameter { weight, compute, gradient, shape: spec.shape.clone() })
+        let [matrices, rest] = &self.values;
+        let (start, end) = (spec.range.start, spec.range.end);
+        let value = match spec.decays() {
+            true => matrices.part(start..end),
+            false => rest.part(start - self.decayed..end - self.decayed),
+        }?;
+        Ok(Parameter { value, gradient, shape: spec.shape.clone() })
     }
 
-    /// Makes the 16-bit copies anew, where there are any: once whenever the values have changed.
+    /// Makes what computations read anew from the f32 weights, where it is not these themselves: once whenever they changed.
     ///
     /// # Errors
     /// The device's.
     pub fn refresh(&self, engine: &Engine) -> Result<()> {
-        match &self.narrow {
-            Some(narrow) => {
-                let input = self.weights.part(0..self.decayed)?;
-                engine.submit(Op::Cast { input, out: narrow.clone() })
+        for half in [self.decayed(), self.undecayed()] {
+            let chunk_len = match &self.masters {
+                Flat::Device(_) => half.len().max(1),
+                Flat::Host(_) => CHUNK,
+            };
+            for start in half.clone().step_by(chunk_len) {
+                let chunk = start..half.end.min(start + chunk_len);
+                let masters = match &self.masters {
+                    Flat::Device(all) => all.part(chunk.clone())?,
+                    Flat::Host(all) => {
+                        let out = engine.workspace(chunk.len(), "master weights of a chunk")?;
+                        let input = all.part(4 * chunk.start..4 * chunk.end)?;
+                        engine.submit(Op::CopyIn { input, out: out.clone() })?;
+                        out
+                    }
+                };
+                self.publish(engine, chunk, masters)?;
             }
-            None => Ok(()),
+        }
+        Ok(())
+    }
+
+    /// Makes what computations read of a range, of matrices or of the rest, from its f32 weights.
+    pub(crate) fn publish(&self, engine: &Engine, range: Range<usize>, masters: Slice) -> Result<()> {
+        let [matrices, rest] = &self.values;
+        let out = match range.end <= self.decayed {
+            true => matrices.part(range)?,
+            false => rest.part(range.start - self.decayed..range.end - self.decayed)?,
+        };
+        match (&self.masters, out.dtype()) {
+            (Flat::Device(_), DType::F32) => Ok(()),
+            _ => engine.submit(Op::Cast { input: masters, out }),
         }
     }
 
@@ -212,6 +244,6 @@ impl Parameters {
                 }
             }
         }
-        self.flat_weights().write(engine, 0..values.len(), &values)
+        self.masters.write(engine, 0..values.len(), &values)
     }
 }

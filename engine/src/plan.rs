@@ -23,7 +23,7 @@ pub struct StepShape {
     pub context: usize,
     /// Micro-batches of a window.
     pub accumulate: usize,
-    /// Whether the optimizer's moments are in host memory.
+    /// Whether what only the optimizer needs is in host memory: see [`Engine::offload_optimizer`].
     pub offload_optimizer: bool,
     /// What it computes in.
     pub numerics: Numerics,
@@ -42,7 +42,7 @@ pub struct StepPlan {
     pub host_bytes: usize,
     /// Disk space that they took.
     pub disk_bytes: usize,
-    /// Host memory of the optimizer's moments, where they are there.
+    /// Host memory of what only the optimizer needs, where it is there.
     pub optimizer_host_bytes: usize,
 }
 
@@ -81,14 +81,14 @@ pub fn plan_with(
     if let Some(disk) = options.disk.as_mut().filter(|disk| disk.bytes == 0) {
         disk.bytes = ANY_BYTES;
     }
-    let engine = Engine::with_numerics(&device, policy, options, shape.numerics)?;
+    let engine = Engine::with_numerics(&device, policy, options, shape.numerics)?
+        .offload_optimizer(shape.offload_optimizer);
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
     let trainer_options = TrainerOptions {
         optimizer,
         schedule: Schedule::constant(0.0),
         seed: 0,
-        offload_optimizer: shape.offload_optimizer,
         loss_scale: Default::default(),
     };
     let mut trainer = Trainer::new(&engine, model, trainer_options)?;
@@ -106,9 +106,10 @@ pub fn plan_with(
     trainer.evaluate(&window[..1])?;
     let used = |tier| engine.offload().tier_usage(tier).1;
     let (host_bytes, disk_bytes) = (used(Tier::Host), used(Tier::Disk));
-    let moments = trainer.optimizer().moments();
-    let on_host = moments.iter().filter(|moment| matches!(moment, Flat::Host(_)));
-    let optimizer_host_bytes = on_host.map(|moment| 4 * moment.len()).sum();
+    let [first, second] = trainer.optimizer().moments();
+    let state = [trainer.model().parameters().weights(), first, second];
+    let on_host = state.iter().filter(|flat| matches!(flat, Flat::Host(_)));
+    let optimizer_host_bytes = on_host.map(|flat| 4 * flat.len()).sum();
     Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes, optimizer_host_bytes })
 }
 

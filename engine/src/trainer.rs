@@ -20,8 +20,6 @@ pub struct TrainerOptions {
     pub schedule: Schedule,
     /// Keys the dropout.
     pub seed: u64,
-    /// Whether the optimizer's moments are in host memory.
-    pub offload_optimizer: bool,
     /// The loss scale, where the engine computes in 16 bits.
     pub loss_scale: LossScalerOptions,
 }
@@ -109,7 +107,7 @@ impl Trainer {
     /// The device's, above all if the budget cannot hold the optimizer's state.
     pub fn new(engine: &Engine, model: Gpt2, options: TrainerOptions) -> Result<Self> {
         options.schedule.check()?;
-        let optimizer = AdamW::new(engine, model.parameters(), options.optimizer, options.offload_optimizer)?;
+        let optimizer = AdamW::new(engine, model.parameters(), options.optimizer)?;
         let precision = engine.numerics().precision;
         let scaler = match precision {
             Precision::F32 => None,
@@ -314,7 +312,8 @@ impl Evaluator {
     /// Mean loss over the targets of some batches, without dropout, in nats.
     ///
     /// # Errors
-    /// [`Error::Shape`] for batches without targets, or tokens outside of the vocabulary; the device's.
+    /// [`Error::Shape`] for batches without targets, or tokens outside of the vocabulary; [`Error::NotFinite`] for a loss that
+    /// is not finite, with the first tensor that was not; the device's.
     pub fn evaluate(&mut self, engine: &Engine, model: &Gpt2, batches: &[Batch]) -> Result<f32> {
         batches.iter().try_for_each(|batch| batch.check(model.config().vocabulary))?;
         let targets: usize = batches.iter().map(Batch::target_count).sum();
@@ -323,10 +322,28 @@ impl Evaluator {
             return Err(Error::Shape { op: "evaluate", expected, found });
         }
         let weight = 1.0 / targets as f32;
+        let loss = self.run(engine, model, batches, weight, None)?;
+        if !loss.is_finite() {
+            let watch = Watch::default();
+            self.run(engine, model, batches, weight, Some(&watch))?;
+            return Err(Error::NotFinite { what: "the loss", first: watch.first() });
+        }
+        Ok(loss)
+    }
+
+    fn run(
+        &mut self,
+        engine: &Engine,
+        model: &Gpt2,
+        batches: &[Batch],
+        weight: f32,
+        watch: Option<&Watch>,
+    ) -> Result<f32> {
         engine.submit(Op::Fill { out: self.loss.clone(), value: 0.0 })?;
         for batch in batches {
             let batch = self.upload(engine, batch)?;
             let mut tape = Tape::eval(engine);
+            watch.into_iter().for_each(|watch| tape.watch(watch));
             model.loss(&mut tape, &batch, &LossInto { sum: self.loss.clone(), weight, loss_scale: None })?;
         }
         Ok(engine.compute().download::<f32>(&self.loss)?[0])

@@ -38,7 +38,7 @@ pub(crate) struct BenchArgs {
     /// The device's memory budget, such as 3GiB
     #[arg(long)]
     memory: Option<Bytes>,
-    /// Keep the optimizer's moments in host memory
+    /// Keep the moments in host memory, and in 16 bits the master weights
     #[arg(long)]
     offload_optimizer: bool,
     /// Threads of the kernels

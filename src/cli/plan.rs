@@ -36,7 +36,7 @@ pub(crate) struct PlanArgs {
     /// Where saved activations go
     #[arg(long, default_value_t = Expression::default())]
     policy: Expression,
-    /// Keep the optimizer's moments in host memory
+    /// Keep the moments in host memory, and in 16 bits the master weights
     #[arg(long)]
     offload_optimizer: bool,
     /// The device's memory budget, such as 3GiB
@@ -50,7 +50,7 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// A policy as a table names it: its expression, and whether the moments are in host memory.
+/// A policy as a table names it: its expression, and whether the optimizer's state is in host memory.
 const TABLE: [(&str, &str, bool); 6] = [
     ("keep", "keep", false),
     ("rerun-cheap", "rerun", false),
@@ -73,7 +73,7 @@ struct Row {
     weight_bytes: usize,
     gradient_bytes: usize,
     optimizer_bytes: usize,
-    /// Host memory for offloaded activations and moments.
+    /// Host memory for offloaded activations and the optimizer's state.
     host_bytes: usize,
     /// Disk space for offloaded activations.
     disk_bytes: usize,

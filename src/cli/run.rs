@@ -169,7 +169,8 @@ pub(super) fn engine(config: &Config, offload: OffloadOptions) -> Result<Engine>
     };
     let device = Device::cpu_with(options)?;
     let policy = Box::new(config.training.policy.0.clone());
-    Ok(Engine::with_numerics(&device, policy, offload, config.training.numerics())?)
+    let engine = Engine::with_numerics(&device, policy, offload, config.training.numerics())?;
+    Ok(engine.offload_optimizer(config.training.offload_optimizer))
 }
 
 /// A run's model for inference, from its newest checkpoint, with its engine.

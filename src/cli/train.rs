@@ -76,7 +76,7 @@ pub(crate) struct TrainArgs {
     /// Micro-batches of a step
     #[arg(long)]
     accumulate: Option<usize>,
-    /// Keep the optimizer's moments in host memory, chunks of which pass through the device at each step
+    /// Keep the moments in host memory, and in 16 bits the master weights, chunks of which pass through the device at each step
     #[arg(long)]
     offload_optimizer: bool,
     /// Threads of the kernels; results do not depend on it
@@ -370,7 +370,6 @@ impl Run {
             optimizer: config.optimizer,
             schedule: config.schedule,
             seed: config.training.seed,
-            offload_optimizer: config.training.offload_optimizer,
             loss_scale: config.loss_scale,
         };
         let trainer = Trainer::new(&engine, model, options)?;

@@ -3,7 +3,7 @@
 
 use ebbtide::{
     engine::{
-        Batch, Engine, Trainer, TrainerOptions,
+        Batch, Engine, Numerics, Precision, Trainer, TrainerOptions,
         gpt2::{Gpt2, Gpt2Config},
         optimizer::{AdamWOptions, Schedule},
     },
@@ -69,7 +69,17 @@ pub fn trainer_on(
     options: OffloadOptions,
     config: Gpt2Config,
 ) -> ebbtide::engine::Result<Trainer> {
-    let engine = Engine::new(device, policy, options)?;
+    trainer_in(device, policy, options, config, Numerics::default())
+}
+
+pub fn trainer_in(
+    device: &Device,
+    policy: Box<dyn Policy>,
+    options: OffloadOptions,
+    config: Gpt2Config,
+    numerics: Numerics,
+) -> ebbtide::engine::Result<Trainer> {
+    let engine = Engine::with_numerics(device, policy, options, numerics)?;
     let model = Gpt2::new(&engine, config, 11, true)?;
     let schedule = Schedule { peak: 1e-2, floor: 1e-3, warmup_steps: 2, decay_steps: 12 };
     Trainer::new(
@@ -79,10 +89,23 @@ pub fn trainer_on(
             optimizer: AdamWOptions::default(),
             schedule,
             seed: 5,
-            offload_optimizer: false,
             loss_scale: Default::default(),
         },
     )
+}
+
+/// Every precision, with the residual stream in f32 and without.
+pub fn numerics() -> impl Strategy<Value = Numerics> {
+    (prop::sample::select(Precision::ALL.to_vec()), any::<bool>())
+        .prop_map(|(precision, residual_f32)| Numerics { precision, residual_f32 })
+}
+
+/// Overwrites every element of a parameter.
+pub fn set_parameter(engine: &Engine, model: &Gpt2, name: &str, value: f32) {
+    let parameters = model.parameters();
+    let (_, _, range) = parameters.iter().find(|(found, ..)| *found == name).unwrap();
+    parameters.weights().write(engine, range.clone(), &vec![value; range.len()]).unwrap();
+    parameters.refresh(engine).unwrap();
 }
 
 /// All that training leaves, as bits: losses, then gradients, then weights.
@@ -95,12 +118,10 @@ pub fn bits(trainer: &mut Trainer, windows: &[Vec<Batch>]) -> ebbtide::engine::R
     }
     let parameters = trainer.model().parameters();
     let gradients = parameters.gradients().unwrap().clone();
-    let slices = [gradients, parameters.weights().clone()];
-    let mut all = vec![losses];
-    for slice in slices {
-        all.push(trainer.engine().compute().download::<f32>(&slice)?.iter().map(|x| x.to_bits()).collect());
-    }
-    Ok(all)
+    let gradients = trainer.engine().compute().download::<f32>(&gradients)?;
+    let weights = parameters.weights().to_vec(trainer.engine())?;
+    let bits = |values: Vec<f32>| values.iter().map(|x| x.to_bits()).collect();
+    Ok(vec![losses, bits(gradients), bits(weights)])
 }
 
 /// A policy that decides by a hash of the name: any mix of all there is.
