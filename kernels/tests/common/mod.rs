@@ -1,5 +1,9 @@
 //! What several test files need: a device of n threads, memory in and out of it, seeded numbers.
 
+#![allow(dead_code, unreachable_pub)] // Each test uses its part.
+
+pub(crate) mod ops;
+
 use ebbtide_kernels::{Category, CpuOptions, DType, Device, Element, Op, Slice, Stream};
 
 /// The CPU with so many threads.
