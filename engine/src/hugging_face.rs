@@ -233,7 +233,7 @@ mod tests {
     }
 
     fn bits((engine, model): &(Engine, Gpt2)) -> Vec<u32> {
-        let values = model.parameters().weights().to_vec(&engine).unwrap();
+        let values = model.parameters().weights().to_vec(engine).unwrap();
         values.into_iter().map(f32::to_bits).collect()
     }
 

@@ -120,16 +120,15 @@ impl FloatParts<'_> {
         work: impl FnOnce(&[f32]) -> R,
     ) -> R {
         let (first, len) = (range.start, range.len());
-        // SAFETY: the caller's contract, for each of these.
-        match self {
-            FloatParts::F32(parts) => work(unsafe { parts.slice(first, len) }),
-            FloatParts::F16(parts) => {
-                work(Floats::F16(unsafe { parts.slice(first, len) }).part(0..len, scratch))
+        // SAFETY: the caller's contract.
+        let stored = unsafe {
+            match self {
+                FloatParts::F32(parts) => Floats::F32(parts.slice(first, len)),
+                FloatParts::F16(parts) => Floats::F16(parts.slice(first, len)),
+                FloatParts::BF16(parts) => Floats::BF16(parts.slice(first, len)),
             }
-            FloatParts::BF16(parts) => {
-                work(Floats::BF16(unsafe { parts.slice(first, len) }).part(0..len, scratch))
-            }
-        }
+        };
+        work(stored.part(0..len, scratch))
     }
 
     unsafe fn with<R>(
@@ -140,11 +139,13 @@ impl FloatParts<'_> {
         work: impl FnOnce(&mut [f32]) -> R,
     ) -> R {
         let (first, len) = (range.start, range.len());
-        // SAFETY: the caller's contract, for each of these.
-        match self {
-            FloatParts::F32(parts) => work(unsafe { parts.slice(first, len) }),
-            FloatParts::F16(parts) => through(unsafe { parts.slice(first, len) }, scratch, reads, work),
-            FloatParts::BF16(parts) => through(unsafe { parts.slice(first, len) }, scratch, reads, work),
+        // SAFETY: the caller's contract.
+        unsafe {
+            match self {
+                FloatParts::F32(parts) => work(parts.slice(first, len)),
+                FloatParts::F16(parts) => through(parts.slice(first, len), scratch, reads, work),
+                FloatParts::BF16(parts) => through(parts.slice(first, len), scratch, reads, work),
+            }
         }
     }
 }
