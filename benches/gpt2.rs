@@ -23,8 +23,8 @@ use ebbtide::{
 const POLICIES: [&str; 8] =
     ["keep", "recompute", "int8", "offload", "offload int8", "offload disk", "offload int8 disk", BEST_MIX];
 
-/// What attention needs stays, as does what is dear to make; what is cheap to make again is, and the rest is sent out as int8.
-const BEST_MIX: &str = "rerun, *linear.input: offload int8, *gelu.input: offload int8, *gelu.output: rerun";
+/// GELU's output is cheap to make again; the rest is sent out as int8.
+const BEST_MIX: &str = "offload int8, *gelu.output: rerun";
 
 /// The peer's ways to save memory; the first is what ours are held against.
 const PEER_POLICIES: [&str; 5] = ["none", "checkpoint", "save_on_cpu", "int8", "disk"];
