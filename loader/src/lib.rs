@@ -90,6 +90,7 @@ mod arena;
 mod blocks;
 mod dataset;
 mod disk;
+mod documents;
 mod encoding;
 mod error;
 mod file;
@@ -108,6 +109,7 @@ mod writer;
 
 pub use dataset::{Dataset, Identity, Place, Samples, ShardIdentity};
 pub use disk::{IoMode, drop_from_cache};
+pub use documents::{Boundary, DocumentBatch, DocumentLoader, DocumentState, Documents, Packing};
 pub use encoding::Encoding;
 pub use error::{Error, Result};
 pub use file::TokenFile;
