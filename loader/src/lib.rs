@@ -15,6 +15,9 @@
 //! - **Speed.** Where data is larger than the limit, reads go past the page cache, a whole block at a time and each block
 //!   once an epoch; each sample is copied once, from there into its batch. [`LoaderReport`] says what was waited for.
 //!
+//! A [`MixtureLoader`] draws from several such datasets in the proportions of a [`Mixture`]; a [`DocumentLoader`] delivers
+//! windows that hold whole [`Documents`], padded or packed.
+//!
 //! [`TokenFile`], [`Windows`], [`Sampler`] and [`Prefetcher`] are the same for one raw file of `u16` in random order, read
 //! window by window; [`Samples::of`] takes such windows to a [`Loader`], whose random order is theirs. [`TokenWriter`]
 //! writes such a file.
