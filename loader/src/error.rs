@@ -260,6 +260,26 @@ pub enum Error {
         /// The ranks there are.
         world: u64,
     },
+    /// A dataset that has no documents of the kind asked for.
+    #[error("{}: documents: expected {expected}, found {found}", path.display())]
+    BadDocuments {
+        /// The file, or the dataset.
+        path: PathBuf,
+        /// What there should be.
+        expected: String,
+        /// What there is.
+        found: String,
+    },
+    /// Weights, sources or ranks that do not make a mixture.
+    #[error("{what} of the mixture: expected {expected}, found {found}")]
+    BadMixture {
+        /// What is wrong.
+        what: &'static str,
+        /// What it should be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
     /// There is no memory for a batch.
     #[error("no memory for a batch of {bytes} bytes")]
     NoMemory {

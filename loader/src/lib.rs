@@ -15,6 +15,9 @@
 //! - **Speed.** Where data is larger than the limit, reads go past the page cache, a whole block at a time and each block
 //!   once an epoch; each sample is copied once, from there into its batch. [`LoaderReport`] says what was waited for.
 //!
+//! A [`MixtureLoader`] draws from several such datasets in the proportions of a [`Mixture`]; a [`DocumentLoader`] delivers
+//! windows that hold whole [`Documents`], padded or packed.
+//!
 //! [`TokenFile`], [`Windows`], [`Sampler`] and [`Prefetcher`] are the same for one raw file of `u16` in random order, read
 //! window by window; [`Samples::of`] takes such windows to a [`Loader`], whose random order is theirs. [`TokenWriter`]
 //! writes such a file.
@@ -90,12 +93,14 @@ mod arena;
 mod blocks;
 mod dataset;
 mod disk;
+mod documents;
 mod encoding;
 mod error;
 mod file;
 mod format;
 mod loader;
 pub mod memory;
+mod mixture;
 mod order;
 mod permutation;
 mod prefetch;
@@ -107,11 +112,13 @@ mod writer;
 
 pub use dataset::{Dataset, Identity, Place, Samples, ShardIdentity};
 pub use disk::{IoMode, drop_from_cache};
+pub use documents::{Boundary, DocumentBatch, DocumentLoader, DocumentState, Documents, Packing};
 pub use encoding::Encoding;
 pub use error::{Error, Result};
 pub use file::TokenFile;
 pub use format::Format;
 pub use loader::{Loader, LoaderOptions, LoaderReport, LoaderState, order_of};
+pub use mixture::{Draw, Draws, Mixture, MixtureBatch, MixtureLoader, MixtureState, Source};
 pub use order::{BlockOrder, Order, Sample, Share};
 pub use permutation::Permutation;
 pub use prefetch::{PrefetchOptions, Prefetcher, TokenBatch};

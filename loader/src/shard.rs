@@ -27,6 +27,8 @@ pub(crate) struct Shard {
     pub(crate) encoding: Encoding,
     /// Of the file and of its index, if it has one.
     pub(crate) fingerprint: u64,
+    /// A second file that says what is in the first.
+    pub(crate) index: Option<(PathBuf, File)>,
     /// Of the file alone.
     file_fingerprint: u64,
     stamp: Mutex<Stamp>,
@@ -94,7 +96,7 @@ impl Shard {
     }
 
     fn new(tokens: Tokens, fingerprint: u64, file_fingerprint: u64) -> Result<Self> {
-        let Tokens { path, file, file_bytes, offset, count, encoding, .. } = tokens;
+        let Tokens { path, file, file_bytes, offset, count, encoding, index } = tokens;
         let metadata =
             file.metadata().map_err(|cause| Error::Open { path: path.clone(), cause: Arc::new(cause) })?;
         let stamp = Stamp { bytes: file_bytes, ..Stamp::of(&metadata) };
@@ -108,6 +110,7 @@ impl Shard {
             tokens: count,
             encoding,
             fingerprint,
+            index: index.map(|(path, file, _)| (path, file)),
             file_fingerprint,
             stamp: Mutex::new(stamp),
         })

@@ -4,11 +4,13 @@
 //! The arrays of the index lie at any byte, so they are read as bytes. They are held against one another and against the
 //! `.bin` a piece at a time, however many sequences there are: a sequence must begin where the one before it ends.
 
+use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 
 use super::{Header, Tokens};
 use crate::encoding::Encoding;
-use crate::file::open_regular;
+use crate::file::{open_regular, read_exact};
 use crate::{Error, Result};
 
 const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
@@ -33,6 +35,60 @@ pub(super) fn find(path: &Path) -> Result<Tokens> {
     }
     let index = Some((index_path, index, index_bytes));
     Ok(Tokens { path, file, file_bytes, offset: 0, count, encoding, index })
+}
+
+/// The first tokens of the documents that begin in a range of tokens, in order. Those without tokens are left out. What is
+/// not in the range is not read, but for a binary search.
+///
+/// # Errors
+///
+/// [`Error::CutShort`] and [`Error::Read`] if the index cannot be read, [`Error::BadHeader`] if it is not what it was.
+pub(crate) fn document_starts(
+    path: &Path,
+    file: &File,
+    tokens: Range<u64>,
+    token_bytes: u64,
+) -> Result<Vec<u64>> {
+    let number = |offset| {
+        let mut bytes = [0; 8];
+        read_exact(path, file, offset, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    };
+    let (sequences, ends) = (number(18)?, number(26)?);
+    let changed = |offset, found: u64| Error::BadHeader {
+        path: path.to_path_buf(),
+        offset,
+        field: "the end of a document",
+        expected: format!("at most {sequences}, as when it was opened"),
+        found: found.to_string(),
+    };
+    let arrays = sequences.checked_mul(12).and_then(|bytes| bytes.checked_add(HEADER_BYTES));
+    let documents = arrays.ok_or_else(|| changed(18, sequences))?;
+    let start = |document: u64| {
+        let offset = documents + 8 * document;
+        match number(offset)? {
+            // The end of the last document, and the start of those after it that have no sequences.
+            sequence if sequence == sequences => Ok(u64::MAX),
+            sequence if sequence > sequences => Err(changed(offset, sequence)),
+            sequence => Ok(number(HEADER_BYTES + 4 * sequences + 8 * sequence)? / token_bytes),
+        }
+    };
+    let (mut low, mut high) = (0, ends);
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if start(middle)? < tokens.start { low = middle + 1 } else { high = middle }
+    }
+    let mut starts = Vec::new();
+    for document in low..ends {
+        let first = start(document)?;
+        if first >= tokens.end {
+            break;
+        }
+        starts.push(first);
+    }
+    // A document without tokens begins where the next one does.
+    starts.dedup();
+    Ok(starts)
 }
 
 fn parse(header: &Header, data: &Path, data_bytes: u64) -> Result<(u64, Encoding)> {

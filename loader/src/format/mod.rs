@@ -8,6 +8,8 @@ mod megatron;
 mod npy;
 mod safetensors;
 
+pub(crate) use megatron::document_starts;
+
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
