@@ -80,8 +80,6 @@ impl Bench {
     /// # Errors
     /// A configuration that cannot be, or a budget that does not hold it.
     pub fn new(options: &BenchOptions) -> Result<Self> {
-        let device =
-            Device::cpu_with(CpuOptions { threads: options.threads, budget_bytes: options.budget_bytes })?;
         let shape = StepShape {
             model: options.model,
             batch: options.batch,
@@ -91,7 +89,9 @@ impl Bench {
             numerics: options.numerics,
         };
         let budget = options.budget_bytes.map(Bytes);
-        let tiers = options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
+        let (tiers, budget_bytes) =
+            options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
+        let device = Device::cpu_with(CpuOptions { threads: options.threads, budget_bytes })?;
         let policy = Box::new(options.policy.clone());
         let engine = Engine::with_numerics(&device, policy, tiers, options.numerics)?
             .offload_optimizer(options.offload_optimizer);

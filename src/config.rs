@@ -186,7 +186,8 @@ impl Tiers {
         }
     }
 
-    /// The offload runtime's options for a step: tiers as large as is said here, or as the step needs.
+    /// The offload runtime's options for a step: tiers as large as is said here, or as the step needs; and the budget that the
+    /// device gets, at most the one given: see [`plan::fitting_budget`].
     ///
     /// # Errors
     /// A configuration that cannot be; out of memory, if the budget does not hold the step, or the machine not both it and the
@@ -197,18 +198,22 @@ impl Tiers {
         policy: &Expression,
         budget: Option<Bytes>,
         folder: &Path,
-    ) -> ebbtide_engine::Result<OffloadOptions> {
+    ) -> ebbtide_engine::Result<(OffloadOptions, Option<usize>)> {
         let options = self.unsized_options(policy, folder);
-        let budget = budget.map(|bytes| bytes.0);
+        let budget =
+            budget.map(|bytes| plan::fitting_budget(shape, policy.clone(), &options, bytes.0)).transpose()?;
         let sized = plan::sized(shape, policy.clone(), &options, budget)?;
         let planned = plan::plan(shape, policy.clone(), &sized, budget)?;
         check_machine(
             planned.memory.extent_bytes,
             sized.host_bytes.unwrap_or_default() + planned.optimizer_host_bytes,
         )?;
-        Ok(sized)
+        Ok((sized, budget))
     }
 }
+
+/// The most threads that may be asked for.
+const MOST_THREADS: usize = 1024;
 
 /// A run with every value settled: what `config.toml` in its folder holds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -574,8 +579,10 @@ impl Config {
         if training.steps == 0 {
             return value("training.steps", "at least 1", &0);
         }
-        if training.threads == Some(0) {
-            return value("training.threads", "at least 1", &0);
+        if let Some(threads) = training.threads
+            && !(1..=MOST_THREADS).contains(&threads)
+        {
+            return value("training.threads", &format!("from 1 to {MOST_THREADS}"), &threads);
         }
         if training.context == 0 || training.context > self.model.context {
             let expected = format!("from 1 to the model's context of {}", self.model.context);

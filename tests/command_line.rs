@@ -46,6 +46,17 @@ impl Place {
         place
     }
 
+    /// With a model whose activations are large enough to leave the device.
+    fn wide() -> Self {
+        let place = Self::new();
+        let wide = CONFIG
+            .replace("context = 16\nwidth = 16\nlayers = 2", "context = 128\nwidth = 96\nlayers = 5")
+            .replace("batch = 3", "batch = 6")
+            .replace("validation_windows = 4", "validation_windows = 1");
+        fs::write(place.path("run.toml"), wide).unwrap();
+        place
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
@@ -590,4 +601,67 @@ fn plans_say_what_a_step_needs() {
         let error = place.fail(&arguments);
         assert!(error.contains(expected), "{arguments:?}: {error}");
     }
+}
+
+/// What cannot start claims nothing, and what the error advises works.
+#[test]
+fn a_start_that_fails_leaves_the_folder_free() {
+    let place = Place::wide();
+    let train = ["train", "run.toml", "--out", "run", "--steps", "1"];
+    let with = |more: &[&'static str]| [&train[..], more].concat();
+    let error = place.fail(&with(&["--policy", "offload disk", "--spill", "no/such/folder"]));
+    assert!(error.contains("no/such/folder"), "{error}");
+    // A policy that names the disk and sends nothing there needs none of it.
+    place.succeed(&with(&["--policy", "h.0: offload disk, keep", "--spill", "no/such/folder"]));
+}
+
+#[test]
+fn sizes_beyond_reason_are_errors() {
+    let place = Place::new();
+    for (flag, value) in [
+        ("--batch", "99999999999"),
+        ("--batch", "18446744073709551615"),
+        ("--accumulate", "18446744073709551615"),
+        ("--threads", "100000"),
+        ("--disk-memory", "18446744073709551615"),
+    ] {
+        let error =
+            place.fail(&["train", "run.toml", "--out", "run", "--policy", "offload disk", flag, value]);
+        let errors = error.lines().filter(|line| line.starts_with("error: ")).count();
+        assert!(errors == 1, "{flag} {value}: {error}");
+        assert!(!place.path("run/config.toml").exists(), "{flag} {value}");
+    }
+    let error = place.fail(&["plan", "--batch", "99999999999"]);
+    assert!(error.contains("batch: expected from 1 to 67108864 tokens, found 99999999999 × 1024"), "{error}");
+}
+
+/// More of a budget is never worse, and the size that an error gives is enough as it is printed.
+#[test]
+fn every_budget_from_the_advised_one_on_runs() {
+    let place = Place::wide();
+    let run = |name: &str, policy: &str, memory: &str| {
+        let arguments =
+            ["train", "run.toml", "--steps", "1", "--out", name, "--policy", policy, "--memory", memory];
+        place.run(&arguments)
+    };
+    let refused = run("refused", "offload int8", "6MiB");
+    let error = String::from_utf8(refused.stderr).unwrap();
+    let needs = error.split(" needs ").nth(1).and_then(|rest| rest.split(',').next()).unwrap();
+    let needs: String = needs.chars().filter(|c| !c.is_whitespace()).collect();
+    assert!(!refused.status.success() && needs.ends_with("MiB"), "{error}");
+    let advised: f64 = needs.trim_end_matches("MiB").parse().unwrap();
+    for i in 0..14 {
+        let memory = format!("{:.1}MiB", advised + 0.1 * f64::from(i));
+        let output = run(&format!("run-{i}"), "offload int8", &memory);
+        assert!(output.status.success(), "{memory}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+/// What comes back with loss makes a segment give something else, as it was asked to.
+#[test]
+fn verifying_accepts_segments_whose_input_is_stored_with_loss() {
+    let place = Place::new();
+    let train = ["train", "run.toml", "--steps", "2", "--verify"];
+    place.succeed(&[&train[..], &["--out", "a", "--policy", "h.*: recompute, *input*: int8"]].concat());
+    place.succeed(&[&train[..], &["--out", "b", "--policy", "recompute"]].concat());
 }

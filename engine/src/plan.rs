@@ -46,6 +46,32 @@ pub struct StepPlan {
     pub optimizer_host_bytes: usize,
 }
 
+/// The most tokens of a micro-batch, and micro-batches of a window.
+const MOST_TOKENS: usize = 1 << 26;
+const MOST_MICRO_BATCHES: usize = 1 << 20;
+
+impl StepShape {
+    /// Holds the sizes against what can be.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for no sequences, positions or micro-batches, for more than 2^26 tokens of a micro-batch, and for more than
+    /// 2^20 micro-batches.
+    pub fn check(&self) -> Result<()> {
+        let bad = |field, expected: String, found: &dyn std::fmt::Display| {
+            Err(Error::Config { field, expected, found: found.to_string() })
+        };
+        let tokens = self.batch.checked_mul(self.context).filter(|tokens| (1..=MOST_TOKENS).contains(tokens));
+        if tokens.is_none() {
+            let expected = format!("from 1 to {MOST_TOKENS} tokens");
+            return bad("batch", expected, &format_args!("{} × {}", self.batch, self.context));
+        }
+        if !(1..=MOST_MICRO_BATCHES).contains(&self.accumulate) {
+            return bad("accumulate", format!("from 1 to {MOST_MICRO_BATCHES}"), &self.accumulate);
+        }
+        Ok(())
+    }
+}
+
 /// Micro-batches beyond it repeat what those before them did.
 const ENOUGH_MICRO_BATCHES: usize = 2;
 
@@ -76,6 +102,7 @@ pub fn plan_with(
     options: &OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<StepPlan> {
+    shape.check()?;
     let device = Device::dry(budget_bytes);
     let mut options = options.clone();
     if let Some(disk) = options.disk.as_mut().filter(|disk| disk.bytes == 0) {
@@ -137,8 +164,32 @@ pub fn sized(
     sized.host_bytes.get_or_insert(planned.host_bytes);
     if let Some(disk) = sized.disk.as_mut().filter(|disk| disk.bytes == 0) {
         disk.bytes = planned.disk_bytes;
+        if planned.disk_bytes == 0 {
+            sized.disk = None;
+        }
     }
     Ok(sized)
+}
+
+/// The budget that a device should have that may have so many bytes: that many, or fewer where a step would find its memory in
+/// pieces with them and does not with fewer.
+///
+/// # Errors
+/// As for [`plan`].
+pub fn fitting_budget(
+    shape: &StepShape,
+    policy: impl Into<Expression>,
+    options: &OffloadOptions,
+    budget_bytes: usize,
+) -> Result<usize> {
+    let policy = policy.into();
+    match sized(shape, policy.clone(), options, Some(budget_bytes)) {
+        Err(error) if is_out_of_memory(&error) => match least_budget(shape, policy, options)? {
+            least if least <= budget_bytes => Ok(least),
+            _ => Err(error),
+        },
+        sized => sized.map(|_| budget_bytes),
+    }
 }
 
 /// The fewest segments to recompute for want of room with which a step fits that does not without; `error` if none does.

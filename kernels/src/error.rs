@@ -56,7 +56,7 @@ pub enum Error {
         len: usize,
     },
     /// An op would write bytes that are saved for a later read: see [`crate::Slice::protect`].
-    #[error("{op}: operand `{operand}` would overwrite `{saved}`, which is saved and has not been used yet")]
+    #[error("{op}: operand `{operand}` would overwrite `{saved}`, which is saved and may be loaded yet")]
     Protected {
         /// The op.
         op: String,
@@ -165,6 +165,15 @@ impl fmt::Display for OutOfMemory {
 
 /// A byte count for people: exact below 10 KiB, else in KiB, MiB or GiB to three or four digits.
 pub fn bytes(count: usize) -> String {
+    in_units(count, f64::round)
+}
+
+/// As [`bytes`], never less than the count: what it says suffices.
+pub fn bytes_up(count: usize) -> String {
+    in_units(count, f64::ceil)
+}
+
+fn in_units(count: usize, round: fn(f64) -> f64) -> String {
     const UNITS: [(&str, f64); 3] =
         [("GiB", (1u64 << 30) as f64), ("MiB", (1u64 << 20) as f64), ("KiB", (1u64 << 10) as f64)];
     if count < 10 << 10 {
@@ -172,5 +181,8 @@ pub fn bytes(count: usize) -> String {
     }
     let (unit, scale) = UNITS.into_iter().find(|(_, scale)| count as f64 >= *scale).unwrap_or(UNITS[2]);
     let value = count as f64 / scale;
-    if value < 10.0 { format!("{value:.2} {unit}") } else { format!("{value:.1} {unit}") }
+    match value < 10.0 {
+        true => format!("{:.2} {unit}", round(100.0 * value) / 100.0),
+        false => format!("{:.1} {unit}", round(10.0 * value) / 10.0),
+    }
 }

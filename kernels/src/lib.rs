@@ -40,7 +40,7 @@ pub use backend::{DropWaits, SimOptions};
 pub use buffer::{HostBuffer, HostSlice, Protection, Slice};
 pub use device::{CpuOptions, Device, OpCount, Stream, StreamReport};
 pub use dtype::{DType, Element};
-pub use error::{Error, OutOfMemory, Result, bytes};
+pub use error::{Error, OutOfMemory, Result, bytes, bytes_up};
 pub use ledger::{Category, MemoryReport};
 pub use op::Op;
 pub use spill::{FILE_ALIGNMENT, FileSlice, SpillFile, SpillOptions};

@@ -58,7 +58,8 @@ pub enum Rounding {
 
 /// Bytes of `len` elements in int8 with one f32 scale a `group`: see [`Op::Int8Encode`].
 pub const fn int8_bytes(len: usize, group: usize) -> usize {
-    4 * len.div_ceil(group) + len
+    // A group of 0 is refused by the op.
+    4 * len.div_ceil(if group == 0 { 1 } else { group }) + len
 }
 
 /// How a matrix operand of [`Gemm`] lies in memory.
@@ -429,11 +430,11 @@ pub enum Op {
     },
     /// To int8, symmetric, with one f32 scale a group of consecutive elements: the scales, then the codes.
     ///
-    /// For every finite element, `|x − x̂| ≤ scale / 2` with [`Rounding::Nearest`], exactly; at most `scale (1 + 2⁻¹⁶)` with
+    /// For every finite element of f32, `|x − x̂| ≤ scale / 2` with [`Rounding::Nearest`], exactly; at most `scale (1 + 2⁻¹⁶)` with
     /// stochastic rounding. A group of zeros comes back as zeros; an element that is not finite comes back as NaN, and does
-    /// not touch the others of its group.
+    /// not touch the others of its group. What is decoded to 16 bits is rounded to them: half a unit of x̂'s last place more.
     Int8Encode {
-        /// f32.
+        /// f32, f16 or bf16.
         input: Slice,
         /// u8, [`int8_bytes`] of them.
         out: Slice,
@@ -446,7 +447,7 @@ pub enum Op {
     Int8Decode {
         /// u8, [`int8_bytes`] of them.
         input: Slice,
-        /// f32.
+        /// f32, f16 or bf16.
         out: Slice,
         /// Elements of a group: 64, 128 or 256.
         group: usize,

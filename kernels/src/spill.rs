@@ -68,7 +68,9 @@ pub(crate) struct FileBlock {
 impl FileBlock {
     /// A file that takes no space, for a dry device.
     pub(crate) fn dry(options: &SpillOptions) -> Self {
-        let len = options.bytes.next_multiple_of(FILE_ALIGNMENT);
+        // What does not fit an address is refused when the space is reserved.
+        let most = usize::MAX / FILE_ALIGNMENT * FILE_ALIGNMENT;
+        let len = options.bytes.checked_next_multiple_of(FILE_ALIGNMENT).unwrap_or(most);
         FileBlock { folder: options.folder.clone(), len, file: None, buffered: None, checksums: None }
     }
 

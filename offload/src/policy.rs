@@ -26,7 +26,7 @@ pub struct Activation<'a> {
 impl Activation<'_> {
     /// Elements.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        self.shape.iter().fold(1, |len: usize, &axis| len.saturating_mul(axis))
     }
 
     /// Whether there are none.

@@ -120,6 +120,8 @@ struct Entry {
     place: Mutex<Place>,
     /// What was saved must not change until it has been used, wherever the policy put it.
     _protection: Protection,
+    /// Of what was brought back, so that it is there again for who loads it again.
+    reloaded: Mutex<Option<Protection>>,
 }
 
 /// All but the first hold the stored form.
@@ -248,7 +250,11 @@ impl Offload {
         let key = (slice.buffer_id(), slice.offset_bytes(), slice.len(), slice.dtype());
         let bytes = slice.bytes();
         let mut state = self.lock();
-        if let Some(entry) = state.entries.get(&key).and_then(Weak::upgrade) {
+        let exact = |codec: Codec| !codec.for_tensor(slice.dtype(), activation.role).is_lossy();
+        if let Some(entry) = state.entries.get(&key).and_then(Weak::upgrade)
+            // What loses nothing is not to share what was stored with loss before.
+            && !(entry.codec.is_lossy() && exact(entry.codec))
+        {
             state.report.shared_bytes += bytes as u64;
             return Ok(Saved(entry));
         }
@@ -292,6 +298,7 @@ impl Offload {
             position: leaves.then_some(state.order.len()),
             place: Mutex::new(place),
             _protection: protection,
+            reloaded: Mutex::default(),
         });
         state.entries.insert(key, Arc::downgrade(&entry));
         if leaves {
@@ -427,6 +434,7 @@ impl Offload {
                 return Err(error);
             }
         };
+        *entry.reloaded.lock().unwrap_or_else(PoisonError::into_inner) = Some(slice.protect(&entry.name));
         *place = Place::Device(slice.clone());
         drop(place);
         if late {
@@ -701,6 +709,11 @@ impl Entry {
 }
 
 impl Saved {
+    /// Whether what is loaded may differ from what was saved.
+    pub fn is_lossy(&self) -> bool {
+        self.0.codec.is_lossy()
+    }
+
     /// The name it was saved under first.
     pub fn name(&self) -> &str {
         &self.0.name

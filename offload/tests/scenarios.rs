@@ -19,7 +19,7 @@ fn a_write_between_save_and_use_is_an_error_that_names_both() {
             assert!(matches!(error, Error::Protected { .. }));
             assert_eq!(
                 error.to_string(),
-                "fill: operand `out` would overwrite `h.0/linear.input`, which is saved and has not been used yet"
+                "fill: operand `out` would overwrite `h.0/linear.input`, which is saved and may be loaded yet"
             );
             // Reads are as before, and so is what was saved.
             assert_eq!(bench.loaded(&saved), [stored(1); LEN]);
@@ -504,4 +504,56 @@ fn the_worst_error_is_measured_on_demand() {
     let unmeasured = Bench::new(Placement::Offload(Tier::Host, Codec::INT8), tight());
     unmeasured.save(&unmeasured.filled(1), "x");
     assert_eq!(unmeasured.offload.worst_errors().unwrap(), []);
+}
+
+/// What was loaded is there again for who loads it again: nobody may write it as long as the handle lives.
+#[test]
+fn what_was_loaded_is_as_protected_as_what_was_saved() {
+    for placement in PLACEMENTS {
+        let bench = Bench::new(placement, tight());
+        let saved = bench.save(&bench.filled(1), "x");
+        bench.offload.begin_backward();
+        let loaded = bench.offload.load(&saved).unwrap();
+        let write = || bench.compute.submit(Op::Fill { out: loaded.clone(), value: 2.0 });
+        assert!(matches!(write().unwrap_err(), Error::Protected { .. }), "{placement:?}");
+        assert_eq!(bench.loaded(&saved), [stored(1); LEN], "{placement:?}");
+        drop(saved);
+        write().unwrap();
+    }
+}
+
+/// A slice that is an activation under one name and a statistic under another: the statistic is exact.
+#[test]
+fn a_statistic_does_not_share_what_was_stored_with_loss() {
+    let bench = Bench::new(Placement::Offload(Tier::Host, Codec::INT8), tight());
+    let values: Vec<f32> = (0..LEN).map(|i| (i as f32 * 0.37).sin()).collect();
+    let slice = bench.compute.upload(&values, Category::Activations, "x").unwrap();
+    let lossy = bench.save(&slice, "x");
+    let (shape, dtype, role) = (&[LEN][..], DType::F32, Role::Statistic);
+    let activation = Activation { name: "mean", shape, dtype, role, segment: None, rerun: false };
+    let exact = bench.offload.save(slice, &activation).unwrap();
+    assert!(lossy.is_lossy() && !exact.is_lossy());
+    assert_ne!(bench.loaded(&lossy), values);
+    assert_eq!(bench.loaded(&exact), values);
+}
+
+/// A closure may say anything.
+#[test]
+fn a_codec_that_there_is_not_is_an_error() {
+    for group in [0, 1, 100, usize::MAX] {
+        let bench = Bench::new(Placement::Keep(Codec::Int8 { group, stochastic: None }), tight());
+        let slice = bench.filled(1);
+        let shape = &[LEN];
+        let activation = Activation {
+            name: "x",
+            shape,
+            dtype: DType::F32,
+            role: Role::Activation,
+            segment: None,
+            rerun: false,
+        };
+        let error = bench.offload.save(slice, &activation).err().unwrap();
+        assert!(matches!(error, Error::BadConstant { .. }), "{error}");
+        assert_eq!(bench.offload.live(), 0);
+    }
 }

@@ -70,10 +70,13 @@ impl RunFolder {
         found.with_context(|| format!("{}: the run has no checkpoint yet", self.0.display()))
     }
 
-    /// Makes the folder and writes the configuration.
-    pub(super) fn create(&self, config: &Config) -> Result<()> {
-        fs::create_dir_all(&self.0)
-            .with_context(|| format!("{}: cannot make the folder", self.0.display()))?;
+    /// Makes the folder.
+    pub(super) fn create(&self) -> Result<()> {
+        fs::create_dir_all(&self.0).with_context(|| format!("{}: cannot make the folder", self.0.display()))
+    }
+
+    /// Writes the configuration: from then on the folder holds a run.
+    pub(super) fn write_config(&self, config: &Config) -> Result<()> {
         let text =
             format!("# Every value of the run, settled; written by `ebbtide train`.\n{}", config.to_toml());
         write_whole(&self.config_path(), text.as_bytes())
@@ -162,11 +165,12 @@ impl Metrics {
 }
 
 /// The engine that a run computes on.
-pub(super) fn engine(config: &Config, offload: OffloadOptions) -> Result<Engine> {
-    let options = CpuOptions {
-        threads: config.training.threads,
-        budget_bytes: config.training.memory.map(|memory| memory.0),
-    };
+pub(super) fn engine(
+    config: &Config,
+    offload: OffloadOptions,
+    budget_bytes: Option<usize>,
+) -> Result<Engine> {
+    let options = CpuOptions { threads: config.training.threads, budget_bytes };
     let device = Device::cpu_with(options)?;
     let policy = Box::new(config.training.policy.0.clone());
     let engine = Engine::with_numerics(&device, policy, offload, config.training.numerics())?;
@@ -176,7 +180,7 @@ pub(super) fn engine(config: &Config, offload: OffloadOptions) -> Result<Engine>
 /// A run's model for inference, from its newest checkpoint, with its engine.
 pub(super) fn open_model(folder: &RunFolder, config: &Config) -> Result<(Engine, Gpt2)> {
     let checkpoint = folder.latest()?;
-    let engine = engine(config, OffloadOptions::default())?;
+    let engine = engine(config, OffloadOptions::default(), config.training.memory.map(|memory| memory.0))?;
     let model = Gpt2::new(&engine, config.model, 0, false)?;
     checkpoint::load_weights(&engine, model.parameters(), &checkpoint)?;
     Ok((engine, model))

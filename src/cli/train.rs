@@ -22,7 +22,7 @@ use ebbtide::{
         hugging_face,
         plan::{Fit, StepShape, least_budget, nearest_fit, plan},
     },
-    kernels::{Category, bytes},
+    kernels::{Category, bytes, bytes_up},
     loader::{
         BlockOrder, Dataset, Identity, Loader, LoaderOptions, LoaderReport, LoaderState, Order, Samples,
         TokenBatch,
@@ -185,13 +185,14 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     if !resumes {
         check_files(&config)?;
     }
-    // A run that goes on keeps what it was asked for this time: its steps above all.
-    folder.create(&config)?;
-    let data = folder.data(&config)?;
-    let offload =
+    let (offload, budget) =
         config.tiers.options(&shape, &config.training.policy.0, config.training.memory, folder.path())?;
+    folder.create()?;
+    let data = folder.data(&config)?;
     let accept_changed_data = args.accept_changed_data;
-    let mut run = Run::start(config, folder, data, offload)?;
+    let mut run = Run::start(config, folder, data, offload, budget)?;
+    // A run that goes on keeps what it was asked for this time: its steps above all.
+    run.folder.write_config(&run.config)?;
     if let Some(last) = last {
         run.resume(&last, accept_changed_data)?;
     }
@@ -292,14 +293,14 @@ fn check_budget(config: &Config, shape: &StepShape, folder: &RunFolder) -> Resul
     let nearest = match nearest_fit(shape, budget, options)? {
         Some(Fit { policy, batch, accumulate, budget_bytes }) => format!(
             "the nearest setting that fits is --policy {policy} --batch {batch} --accumulate {accumulate}, which needs {}",
-            bytes(budget_bytes)
+            bytes_up(budget_bytes)
         ),
         None => {
             let least = StepShape { batch: 1, ..*shape };
             let needs: Result<Vec<usize>, _> =
                 Builtin::ALL.iter().map(|&policy| least_budget(&least, policy, options)).collect();
             let least = needs?.into_iter().min().unwrap_or_default();
-            format!("nothing fits: single sequences need {}", bytes(least))
+            format!("nothing fits: single sequences need {}", bytes_up(least))
         }
     };
     bail!(
@@ -307,8 +308,8 @@ fn check_budget(config: &Config, shape: &StepShape, folder: &RunFolder) -> Resul
         bytes(budget),
         training.policy.0,
         training.batch,
-        bytes(needed),
-        bytes(needed - budget),
+        bytes_up(needed),
+        bytes_up(needed - budget),
     );
 }
 
@@ -360,8 +361,14 @@ struct Run {
 }
 
 impl Run {
-    fn start(config: Config, folder: RunFolder, data: RunData, offload: OffloadOptions) -> Result<Self> {
-        let engine = engine(&config, offload)?;
+    fn start(
+        config: Config,
+        folder: RunFolder,
+        data: RunData,
+        offload: OffloadOptions,
+        budget: Option<usize>,
+    ) -> Result<Self> {
+        let engine = engine(&config, offload, budget)?;
         let model = Gpt2::new(&engine, config.model, config.training.seed, true)?;
         if let Some(weights) = &config.data.weights {
             hugging_face::load_weights(&engine, model.parameters(), weights)?;
