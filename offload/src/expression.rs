@@ -14,6 +14,9 @@
 //!           {a,b} either, 2-7 any of these numbers
 //! ```
 //!
+//! What a segment gives by `or recompute` is what it would give in any case, if the place loses nothing; of a place that does, the bits
+//! hang on which segments there was room for, and so on the budget.
+//!
 //! Of the clauses whose pattern matches the last wins; where none does, everything is kept. A pattern matches a tensor by its
 //! own name (`h.3/attn/linear.input`) or by that of its segment (`h.3`). So `h.*: recompute, h.0-7: offload int8` recomputes
 //! the blocks of a GPT-2 but for the first eight, which send what they save to the host as int8.
@@ -190,7 +193,7 @@ fn clause(text: &str) -> Result<Clause, String> {
         Some((pattern, action)) => (pattern.trim(), action),
         None => ("*", text),
     };
-    let matcher = Glob::new(&with_ranges(pattern))
+    let matcher = Glob::new(&with_ranges(pattern)?)
         .map_err(|error| format!("`{pattern}` is not a pattern: {}", error.kind()))?
         .compile_matcher();
     let (action, or_recompute) = parse_action(action.trim())?;
@@ -220,14 +223,21 @@ fn parse_action(text: &str) -> Result<(Action, bool), String> {
 }
 
 fn unknown(action: &str) -> String {
+    const WORDS: [&str; 10] =
+        ["keep", "recompute", "rerun", "offload", "raw", "f16", "bf16", "bits", "int8", "disk"];
+    let first = action.split_whitespace().next().unwrap_or_default();
+    let near =
+        WORDS.into_iter().filter(|word| *word != first && strsim::damerau_levenshtein(first, word) <= 2);
+    let near = near.min_by_key(|word| strsim::damerau_levenshtein(first, word));
+    let near = near.map_or(String::new(), |word| format!(", perhaps `{word}` is meant"));
     format!(
-        "unknown policy `{action}`: expected keep, recompute, rerun, offload [CODEC] [disk] or CODEC, each but recompute and rerun \
+        "unknown policy `{action}`{near}: expected keep, recompute, rerun, offload [CODEC] [disk] or CODEC, each but recompute and rerun \
          perhaps with `or recompute` after it; a codec is raw, f16, bf16, bits, int8, int8/64 or int8/256"
     )
 }
 
 /// `2-7` as the alternatives `{2,3,4,5,6,7}` of a glob.
-fn with_ranges(pattern: &str) -> String {
+fn with_ranges(pattern: &str) -> Result<String, String> {
     /// A model has fewer layers.
     const MOST: usize = 10_000;
     let mut out = String::new();
@@ -240,7 +250,12 @@ fn with_ranges(pattern: &str) -> String {
         let last =
             after.strip_prefix('-').map(|after| &after[..digits(after)]).filter(|last| !last.is_empty());
         rest = match (first.parse::<usize>(), last.map(str::parse::<usize>)) {
-            (Ok(low), Some(Ok(high))) if low <= high && high - low < MOST => {
+            (Ok(low), Some(Ok(high))) => {
+                if high < low || high - low >= MOST {
+                    return Err(format!(
+                        "`{pattern}`: expected a range from the lower number to the higher, of at most {MOST}, found {low}-{high}"
+                    ));
+                }
                 let numbers: Vec<String> = (low..=high).map(|number| number.to_string()).collect();
                 out.push_str(&format!("{{{}}}", numbers.join(",")));
                 &after[1 + last.map_or(0, str::len)..]
@@ -251,7 +266,7 @@ fn with_ranges(pattern: &str) -> String {
             }
         };
     }
-    out + rest
+    Ok(out + rest)
 }
 
 #[cfg(test)]
@@ -325,6 +340,8 @@ mod tests {
             ("forget", "keep, recompute"),
             ("h.*: offload int4", "unknown codec `int4`: expected raw, f16"),
             ("h.[: keep", "`h.[` is not a pattern"),
+            ("h.7-2: keep", "`h.7-2`: expected a range from the lower number to the higher"),
+            ("h.*: keep, ofload int8", "unknown policy `ofload int8`, perhaps `offload` is meant"),
             ("keep,", "unknown policy ``"),
             ("recompute or recompute", "unknown policy"),
             ("offload disk int8", "unknown policy"),

@@ -135,6 +135,13 @@ impl RunFolder {
         if !path.exists() {
             fs::create_dir_all(&folder)
                 .with_context(|| format!("{}: cannot make the folder", folder.display()))?;
+            // What a kill in the middle of it left.
+            for entry in fs::read_dir(&folder).into_iter().flatten().filter_map(Result::ok) {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                if name.starts_with(".kjv.bin.") && name.ends_with(".tmp") {
+                    let _ = fs::remove_file(entry.path());
+                }
+            }
             let mut writer = TokenWriter::create(&path)?;
             writer.write(&Tokenizer::new(config.data.tokenizer)?.encode(BUNDLED_TEXT))?;
             writer.finish()?;
