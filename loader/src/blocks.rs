@@ -22,14 +22,18 @@ use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::arena::{self, Slot};
-use crate::disk::Disk;
+use crate::disk::{Brought, Disk};
 use crate::order::{Plan, Share, Span, Stage, Stages, Step, Walk};
 use crate::prefetch::{Filling, Slots, Source};
 use crate::shard::Shard;
+use crate::sums::PAGE_BYTES;
 use crate::{Error, Result, Samples};
 
 /// Bytes of small blocks that are handed over at a time.
 const HANDOVER_BYTES: usize = 128 << 10;
+
+/// The target of a token that is not to count.
+const IGNORED: i32 = -100;
 
 /// Windows that are found before they are copied.
 const GROUP: usize = 8;
@@ -49,6 +53,8 @@ struct Loaded {
     /// Where in the file that is.
     offset: u64,
     span: Span,
+    /// Pages of the file that are not what they were.
+    damaged: Vec<u64>,
 }
 
 /// What was done, in nanoseconds and bytes.
@@ -62,6 +68,7 @@ pub(crate) struct Counters {
     pub(crate) needed_bytes: AtomicU64,
     pub(crate) gathered_bytes: AtomicU64,
     pub(crate) most_slots: AtomicU64,
+    pub(crate) quarantined_windows: AtomicU64,
 }
 
 impl Counters {
@@ -156,7 +163,8 @@ impl Shared {
         Counters::add(&counters.read_bytes, brought.bytes);
         let width = self.samples.dataset().shards()[shard].encoding.bytes();
         Counters::add(&counters.needed_bytes, range.end - range.start - width);
-        Ok(Loaded { slot, skip: brought.skip, shard, offset: range.start, span })
+        let Brought { skip, damaged, .. } = brought;
+        Ok(Loaded { slot, skip, shard, offset: range.start, span, damaged })
     }
 
     fn stop(&self) {
@@ -244,13 +252,22 @@ impl Readers {
     }
 }
 
-impl Drop for Readers {
-    fn drop(&mut self) {
+impl Readers {
+    /// Waits for the threads to end, and puts checksums that were made in their place.
+    pub(crate) fn finish(&mut self) -> Result<()> {
         self.stop();
         for thread in self.threads.drain(..) {
             // A reader that panicked has said so.
             let _ = thread.join();
         }
+        self.shared.disk.finish()
+    }
+}
+
+impl Drop for Readers {
+    fn drop(&mut self) {
+        // Who wants to know asks before.
+        let _ = self.finish();
     }
 }
 
@@ -466,6 +483,14 @@ impl Gatherer {
             let block = self.block(found.stream, found.place);
             let window = &block.slot[block.skip + found.at..][..found.bytes];
             let offset = block.offset + found.at as u64;
+            let pages = offset / PAGE_BYTES..(offset + found.bytes as u64).div_ceil(PAGE_BYTES);
+            if block.damaged.iter().any(|page| pages.contains(page)) {
+                inputs.fill(0);
+                targets.fill(IGNORED);
+                digest = digest.wrapping_add(xxh3_64_with_seed(&[], found.position));
+                Counters::add(&self.shared.counters.quarantined_windows, 1);
+                continue;
+            }
             self.shard(block).widen(window, offset, self.vocabulary, inputs, targets)?;
             digest = digest.wrapping_add(xxh3_64_with_seed(window, found.position));
         }

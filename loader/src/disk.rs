@@ -17,6 +17,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use crate::arena::PAGE_BYTES;
 use crate::file::{read_at, read_exact};
 use crate::shard::Shard;
+use crate::sums::{Checksums, Damaged, Verifier};
 use crate::{Dataset, Error, Result};
 
 /// Bytes of reads after which a file is looked at again.
@@ -51,6 +52,7 @@ pub(crate) struct Disk {
     files: Vec<Reads>,
     /// Why a file is not read as the mode says.
     fallback: Mutex<Option<String>>,
+    verifier: Verifier,
 }
 
 /// How one file is read.
@@ -65,18 +67,39 @@ struct Reads {
 }
 
 /// What a read brought.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Brought {
     /// Where in the slot the range begins.
     pub(crate) skip: usize,
     /// Bytes that were read.
     pub(crate) bytes: u64,
+    /// The pages of the file among them that are not what they were.
+    pub(crate) damaged: Vec<u64>,
 }
 
 impl Disk {
-    pub(crate) fn new(dataset: Dataset, mode: IoMode) -> Self {
+    /// # Errors
+    ///
+    /// Those of opening checksums.
+    pub(crate) fn new(
+        dataset: Dataset,
+        mode: IoMode,
+        checksums: &Checksums,
+        damaged: Damaged,
+    ) -> Result<Self> {
         let files = dataset.shards().iter().map(|_| Reads::default()).collect();
-        Self { dataset, mode, files, fallback: Mutex::new(None) }
+        let verifier = Verifier::open(&dataset, checksums, damaged)?;
+        Ok(Self { dataset, mode, files, fallback: Mutex::new(None), verifier })
+    }
+
+    /// The files' checksums.
+    pub(crate) fn verifier(&self) -> &Verifier {
+        &self.verifier
+    }
+
+    /// Puts checksums that were made in their place, when nothing is read any more.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.verifier.finish(&self.dataset)
     }
 
     /// How files are read, and why some are not, if so.
@@ -103,8 +126,17 @@ impl Disk {
             }
             _ => None,
         };
+        // Checksums are of whole pages.
+        let asked_for = range.clone();
+        let range = match self.verifier.wants_pages(shard) {
+            true => {
+                range.start / PAGE_BYTES * PAGE_BYTES
+                    ..range.end.next_multiple_of(PAGE_BYTES).min(file.file_bytes)
+            }
+            false => range,
+        };
         let brought = direct.map(|direct| self.read_direct(file, direct, reads, &range, slot)).transpose()?;
-        let brought = match brought.flatten() {
+        let mut brought = match brought.flatten() {
             Some(brought) => brought,
             None => {
                 let bytes = range.end - range.start;
@@ -112,13 +144,24 @@ impl Disk {
                 if self.mode != IoMode::Cached {
                     forget(&file.file, &range);
                 }
-                Brought { skip: 0, bytes }
+                Brought { skip: 0, bytes, damaged: Vec::new() }
             }
         };
         let unchecked = reads.unchecked_bytes.fetch_add(brought.bytes, Ordering::Relaxed) + brought.bytes;
         if unchecked >= CHECK_BYTES {
             reads.unchecked_bytes.store(0, Ordering::Relaxed);
             file.check_unchanged()?;
+        }
+        if self.verifier.wants_pages(shard) {
+            let pages = &slot[..(range.end - range.start) as usize];
+            brought.damaged = self.verifier.check(file, shard, range.start, pages).map_err(|error| {
+                // A file that was replaced is more than damaged.
+                match error {
+                    Error::Damaged { .. } => file.check_unchanged().err().unwrap_or(error),
+                    other => other,
+                }
+            })?;
+            brought.skip = (asked_for.start - range.start) as usize;
         }
         Ok(brought)
     }
@@ -170,7 +213,7 @@ impl Disk {
                 }
             }
         }
-        Ok(Some(Brought { skip, bytes: done as u64 }))
+        Ok(Some(Brought { skip, bytes: done as u64, damaged: Vec::new() }))
     }
 
     fn open_direct(&self, shard: &Shard) -> Option<File> {

@@ -35,6 +35,7 @@ use crate::order::{BlockOrder, Order, Share};
 use crate::permutation::mix;
 use crate::prefetch::TokenBatch;
 use crate::shard::Shard;
+use crate::sums::{Checksums, Damaged};
 use crate::{Dataset, Error, Permutation, Result};
 
 /// The target where there is none, which losses ignore.
@@ -372,7 +373,7 @@ impl DocumentLoader {
             vocabulary: options.vocabulary.map_or(u64::MAX, |vocabulary| vocabulary as u64),
             chapter_blocks: slots,
             blocks,
-            disk: Disk::new(documents.dataset.clone(), mode),
+            disk: Disk::new(documents.dataset.clone(), mode, &Checksums::default(), Damaged::Stop)?,
             slots: arena::slots(slots as usize, slot_bytes as usize)?,
         };
         // One more is in the thread's hands.

@@ -17,6 +17,16 @@ impl Encoding {
     /// Little-endian `u32`.
     pub const U32: Self = Self { width: 4, signed: false, big_endian: false };
 
+    /// Of a number in Rust, little-endian.
+    pub(crate) const fn of(width: u8, signed: bool) -> Self {
+        Self { width, signed, big_endian: false }
+    }
+
+    /// Whether numbers may be negative.
+    pub(crate) fn is_signed(self) -> bool {
+        self.signed
+    }
+
     /// An encoding, if the width is 1, 2, 4 or 8 bytes.
     pub(crate) fn new(width: u64, signed: bool, big_endian: bool) -> Option<Self> {
         matches!(width, 1 | 2 | 4 | 8).then_some(Self { width: width as u8, signed, big_endian })

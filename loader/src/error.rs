@@ -184,6 +184,32 @@ pub enum Error {
         /// What it is.
         found: String,
     },
+    /// A page of a file is not what it was when its checksum was made.
+    #[error(
+        "{}: page {page} of 4096 bytes at byte offset {offset} is damaged: expected the checksum {expected:08x}, found \
+         {found:08x}",
+        path.display()
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// Where the page begins, in bytes.
+        offset: u64,
+        /// Its number.
+        page: u64,
+        /// Its checksum when that was made.
+        expected: u32,
+        /// Its checksum now.
+        found: u32,
+    },
+    /// Checksums of a file cannot be written.
+    #[error("{}: cannot write checksums: {cause}", path.display())]
+    WriteSums {
+        /// The file that was to hold them.
+        path: PathBuf,
+        /// What the system said.
+        cause: Arc<io::Error>,
+    },
     /// A stored number that is no token id of the vocabulary, or none at all: negative, or above `i32::MAX`.
     #[error(
         "{}: token {index} at byte offset {offset} is {value}, expected at least 0 and below {limit}",

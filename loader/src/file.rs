@@ -238,6 +238,23 @@ pub(crate) fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<us
     std::os::unix::fs::FileExt::read_at(file, out, offset)
 }
 
+#[cfg(unix)]
+pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    std::os::unix::fs::FileExt::write_all_at(file, bytes, offset)
+}
+
+#[cfg(windows)]
+pub(crate) fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match std::os::windows::fs::FileExt::seek_write(file, &bytes[done..], offset + done as u64)? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            written => done += written,
+        }
+    }
+    Ok(())
+}
+
 #[cfg(windows)]
 pub(crate) fn read_at(file: &File, out: &mut [u8], offset: u64) -> io::Result<usize> {
     std::os::windows::fs::FileExt::seek_read(file, out, offset)

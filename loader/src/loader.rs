@@ -14,6 +14,7 @@ use crate::disk::{Disk, IoMode};
 use crate::memory::{self, MemoryLimit};
 use crate::order::{Order, Plan, Sample, Share, Walk};
 use crate::prefetch::{PrefetchOptions, Prefetcher, Shape, Source, TokenBatch};
+use crate::sums::{Checksums, Damaged};
 use crate::{Error, Result, Samples};
 
 /// The most threads that read.
@@ -50,6 +51,10 @@ pub struct LoaderOptions {
     /// What the order takes for the data's fingerprint, if not that of the data: that of a run whose data was changed and
     /// which is to go on in its order.
     pub fingerprint: Option<u64>,
+    /// What is done about checksums of the data: verified where there are some, by default.
+    pub checksums: Checksums,
+    /// What is done about data that its checksum says is damaged.
+    pub damaged: Damaged,
 }
 
 impl Default for LoaderOptions {
@@ -65,6 +70,8 @@ impl Default for LoaderOptions {
             io: None,
             vocabulary: None,
             fingerprint: None,
+            checksums: Checksums::default(),
+            damaged: Damaged::default(),
         }
     }
 }
@@ -110,6 +117,14 @@ pub struct LoaderReport {
     pub limit_bytes: u64,
     /// Where the limit comes from.
     pub limit_source: String,
+    /// Bytes that were held against checksums.
+    pub verified_bytes: u64,
+    /// Bytes whose checksums were made.
+    pub summed_bytes: u64,
+    /// Pages of 4 KiB that were not what they were, each time that they were read.
+    pub damaged_pages: u64,
+    /// Samples that came as tokens 0 with targets that are ignored, since tokens of theirs were damaged.
+    pub quarantined_samples: u64,
     /// How files are read.
     pub io: String,
     /// Why they are read so.
@@ -166,7 +181,7 @@ impl Loader {
         let readers = Readers::start(Reading {
             samples: samples.clone(),
             plan,
-            disk: Disk::new(samples.dataset().clone(), mode),
+            disk: Disk::new(samples.dataset().clone(), mode, &options.checksums, options.damaged)?,
             position: state.position,
             share: options.share,
             threads,
@@ -217,6 +232,17 @@ impl Loader {
         self.batches.wait_seconds()
     }
 
+    /// Ends it, and puts checksums that were made ([`Checksums::Make`]) in their place; dropping it does so too, without a word if that
+    /// fails.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WriteSums`].
+    pub fn finish(mut self) -> Result<LoaderState> {
+        self.readers.finish()?;
+        Ok(self.state)
+    }
+
     /// What was read, waited for and held so far.
     pub fn report(&self) -> LoaderReport {
         let (shared, memory) = (&self.readers.shared, &self.memory);
@@ -225,6 +251,7 @@ impl Loader {
             |counter: &std::sync::atomic::AtomicU64| counter.load(std::sync::atomic::Ordering::Relaxed);
         let (read_bytes, needed_bytes) = (load(&counters.read_bytes), load(&counters.needed_bytes));
         let (mode, fallback) = shared.disk.mode();
+        let sums = shared.disk.verifier().report();
         LoaderReport {
             gathered_bytes: load(&counters.gathered_bytes),
             read_bytes,
@@ -240,6 +267,10 @@ impl Loader {
             batch_bytes: memory.batches() * memory.batch_bytes,
             limit_bytes: memory.limit.bytes,
             limit_source: memory.limit.source.clone(),
+            verified_bytes: sums.verified_bytes,
+            summed_bytes: sums.made_bytes,
+            damaged_pages: load(&shared.disk.verifier().damaged_pages),
+            quarantined_samples: load(&counters.quarantined_windows),
             io: mode.to_string(),
             io_reason: fallback.unwrap_or_else(|| self.reason.clone()),
         }

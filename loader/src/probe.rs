@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::disk::{Disk, IoMode};
+use crate::sums::{Checksums, Damaged};
 use crate::{Dataset, Result, arena};
 
 /// What [`read_through`] found.
@@ -30,7 +31,7 @@ pub fn read_through(
     most: Duration,
 ) -> Result<Sequential> {
     let (piece_bytes, threads) = (piece_bytes.max(1), threads.max(1));
-    let disk = Disk::new(dataset.clone(), mode);
+    let disk = Disk::new(dataset.clone(), mode, &Checksums::Off, Damaged::Stop)?;
     let shards = dataset.shards();
     let pieces = |shard: usize| shards[shard].file_bytes.div_ceil(piece_bytes);
     let next = Mutex::new((0, 0));

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::encoding::Encoding;
 use crate::file::{FNV_BASIS, fingerprint, fnv1a};
 use crate::format::{self, Format, Tokens};
+use crate::sums::OwnSums;
 use crate::{Error, Result, TokenFile};
 
 /// Token ids are held in 31 bits.
@@ -29,6 +30,8 @@ pub(crate) struct Shard {
     pub(crate) fingerprint: u64,
     /// A second file that says what is in the first.
     pub(crate) index: Option<(PathBuf, File)>,
+    /// Where the file itself has checksums of its pages.
+    pub(crate) sums: Option<OwnSums>,
     /// Of the file alone.
     file_fingerprint: u64,
     stamp: Mutex<Stamp>,
@@ -91,12 +94,13 @@ impl Shard {
             count: file.len(),
             encoding: Encoding::U16,
             index: None,
+            sums: None,
         };
         Self::new(tokens, file.fingerprint(), file.fingerprint())
     }
 
     fn new(tokens: Tokens, fingerprint: u64, file_fingerprint: u64) -> Result<Self> {
-        let Tokens { path, file, file_bytes, offset, count, encoding, index } = tokens;
+        let Tokens { path, file, file_bytes, offset, count, encoding, index, sums } = tokens;
         let metadata =
             file.metadata().map_err(|cause| Error::Open { path: path.clone(), cause: Arc::new(cause) })?;
         let stamp = Stamp { bytes: file_bytes, ..Stamp::of(&metadata) };
@@ -111,9 +115,15 @@ impl Shard {
             encoding,
             fingerprint,
             index: index.map(|(path, file, _)| (path, file)),
+            sums,
             file_fingerprint,
             stamp: Mutex::new(stamp),
         })
+    }
+
+    /// The fingerprint of the file alone.
+    pub(crate) fn file_fingerprint(&self) -> u64 {
+        self.file_fingerprint
     }
 
     /// An error if the file was cut, written to or replaced since it was opened. A file that was only touched is read

@@ -92,7 +92,7 @@ impl TokenWriter {
 }
 
 /// An empty hidden file beside `path`.
-fn temporary(path: &Path) -> io::Result<NamedTempFile> {
+pub(crate) fn temporary(path: &Path) -> io::Result<NamedTempFile> {
     let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no file name"))?;
     let mut prefix = std::ffi::OsString::from(".");
     prefix.push(name);
@@ -105,7 +105,7 @@ fn temporary(path: &Path) -> io::Result<NamedTempFile> {
     builder.tempfile_in(folder(path))
 }
 
-fn folder(path: &Path) -> &Path {
+pub(crate) fn folder(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),

@@ -34,7 +34,7 @@ pub(super) fn find(path: &Path) -> Result<Tokens> {
         return Err(Error::Empty { path });
     }
     let index = Some((index_path, index, index_bytes));
-    Ok(Tokens { path, file, file_bytes, offset: 0, count, encoding, index })
+    Ok(Tokens { path, file, file_bytes, offset: 0, count, encoding, index, sums: None })
 }
 
 /// The first tokens of the documents that begin in a range of tokens, in order. Those without tokens are left out. What is

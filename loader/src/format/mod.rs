@@ -6,6 +6,7 @@
 mod llm_c;
 mod megatron;
 mod npy;
+pub(crate) mod packed;
 mod safetensors;
 
 pub(crate) use megatron::document_starts;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use crate::encoding::Encoding;
 use crate::file::{open_regular, read_exact};
+use crate::sums::OwnSums;
 use crate::{Error, Result};
 
 /// A format of a file of tokens.
@@ -28,6 +30,8 @@ pub enum Format {
     LlmC,
     /// Megatron's `.bin` with its `.idx`: all sequences, one after another.
     Megatron,
+    /// A file of a [`PackedWriter`](crate::PackedWriter), whose records are taken one after another.
+    Packed,
     /// An integer tensor of a safetensors file: the one of this name, or the only one.
     Safetensors(Option<String>),
 }
@@ -46,6 +50,8 @@ pub(crate) struct Tokens {
     pub(crate) encoding: Encoding,
     /// A second file that says what is in the first.
     pub(crate) index: Option<(PathBuf, File, u64)>,
+    /// Where the file has checksums of its own pages.
+    pub(crate) sums: Option<OwnSums>,
 }
 
 /// Finds the tokens of a file, in the format given or in the one that its name and its first bytes say.
@@ -59,17 +65,39 @@ pub(crate) fn find(path: &Path, format: Option<&Format>) -> Result<Tokens> {
         Some(format) => format.clone(),
         None => header.guess()?,
     };
+    let mut sums = None;
     let (offset, count, encoding) = match &format {
         Format::Raw(encoding) => header.raw(*encoding)?,
         Format::Npy => npy::parse(&header)?,
         Format::LlmC => llm_c::parse(&header)?,
         Format::Megatron => return megatron::find(path),
         Format::Safetensors(name) => safetensors::parse(&header, name.as_deref())?,
+        Format::Packed => {
+            let packed = packed::parse(&header)?;
+            sums = Some(packed.sums());
+            (packed::HEADER_BYTES, packed.tokens, packed.encoding)
+        }
     };
     if count == 0 {
         return Err(Error::Empty { path: path.to_path_buf() });
     }
-    Ok(Tokens { path: path.to_path_buf(), file, file_bytes: bytes, offset, count, encoding, index: None })
+    Ok(Tokens {
+        path: path.to_path_buf(),
+        file,
+        file_bytes: bytes,
+        offset,
+        count,
+        encoding,
+        index: None,
+        sums,
+    })
+}
+
+/// Opens a packed file: it and its header.
+pub(crate) fn open_packed(path: &Path) -> Result<(File, packed::Packed)> {
+    let (file, bytes) = open_regular(path)?;
+    let packed = packed::parse(&Header { path, file: &file, bytes })?;
+    Ok((file, packed))
 }
 
 /// A file whose header is being read.
@@ -134,6 +162,7 @@ impl Header<'_> {
         let named = |extension| self.path.extension().is_some_and(|found| found == extension);
         Ok(match () {
             () if first.starts_with(npy::MAGIC) || named("npy") => Format::Npy,
+            () if first.starts_with(packed::MAGIC) => Format::Packed,
             () if named("safetensors") => Format::Safetensors(None),
             () if named("idx") || megatron::has_index(self.path) => Format::Megatron,
             () if count >= 4 && llm_c::is_magic([first[0], first[1], first[2], first[3]]) => Format::LlmC,
