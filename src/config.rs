@@ -14,6 +14,7 @@ use ebbtide_engine::{
     plan::{self, StepShape},
     scaler::LossScalerOptions,
 };
+use ebbtide_loader::Damaged;
 use ebbtide_offload::{DiskOptions, Expression, OffloadOptions};
 use serde::{Deserialize, Serialize};
 
@@ -82,6 +83,10 @@ pub struct DataFile {
     pub order: Option<DataOrder>,
     /// The most memory of the loader, such as `"512MiB"`; half of what is free if not given.
     pub ram: Option<Bytes>,
+    /// `verify`, `make` or `off`: what is done about checksums of the data.
+    pub checksums: Option<DataChecksums>,
+    /// `stop` or `quarantine`: what is done about data that its checksum says is damaged.
+    pub damaged: Option<Damaged>,
 }
 
 /// `[training]`.
@@ -257,6 +262,12 @@ pub struct Data {
     /// The most memory of the loader.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ram: Option<Bytes>,
+    /// What is done about checksums of the data.
+    #[serde(default)]
+    pub checksums: DataChecksums,
+    /// What is done about data that its checksum says is damaged.
+    #[serde(default)]
+    pub damaged: Damaged,
     /// Where the first weights came from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weights: Option<PathBuf>,
@@ -471,6 +482,8 @@ impl ConfigFile {
                 validation_fraction: data.validation_fraction.unwrap_or(0.05),
                 order: overrides.order.or(data.order).unwrap_or_default(),
                 ram: overrides.ram.or(data.ram),
+                checksums: data.checksums.unwrap_or_default(),
+                damaged: data.damaged.unwrap_or_default(),
                 weights: model.weights.map(absolute),
             },
             training: Training {
@@ -609,9 +622,6 @@ impl Config {
             );
             return value("model.vocabulary", &expected, &self.model.vocabulary);
         }
-        if self.model.vocabulary > 1 << 16 {
-            return value("model.vocabulary", "at most 65536: token files are u16", &self.model.vocabulary);
-        }
         Ok(())
     }
 
@@ -634,7 +644,7 @@ impl Config {
             (training.offload_optimizer, config.tiers) = (false, Tiers::default());
             (training.checkpoint_every, training.keep_checkpoints) = (0, 0);
             (training.validate_every, training.validation_windows, training.sample_tokens) = (0, 1, 0);
-            config.data.ram = None;
+            (config.data.ram, config.data.checksums) = (None, DataChecksums::default());
             serde_json::to_value(config).unwrap_or_default()
         };
         let (ours, theirs) = (settled(self), settled(other));
@@ -685,6 +695,19 @@ pub struct Policy(pub Expression);
 /// A count of bytes, written with or without a unit: `536870912`, `512MiB`, `1.5GB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub usize);
+
+/// What is done about checksums of the data: see [`ebbtide_loader::Checksums`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DataChecksums {
+    /// Nothing.
+    Off,
+    /// What is read is held against those that there are.
+    #[default]
+    Verify,
+    /// And those that there are not are made as the data goes by, beside the files.
+    Make,
+}
 
 /// The order of the training windows: see [`ebbtide_loader::Order`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

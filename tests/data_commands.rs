@@ -219,3 +219,83 @@ fn runs_read_any_format_and_know_their_data() {
     let error = run(folder.path(), &["train", "run.toml", "--out", "beyond"]).unwrap_err();
     assert!(error.contains("raw.bin") && error.contains("1000"), "{error}");
 }
+
+#[test]
+fn sums_are_made_once_and_name_what_is_damaged() {
+    let folder = folder();
+    let sums =
+        |arguments: &[&str]| run(folder.path(), &[&["data", "sums", "tokens.bin"], arguments].concat());
+    let made = sums(&[]).unwrap();
+    assert!(made.contains("0 B were as their checksums say, 117.2 KiB have checksums now"), "{made}");
+    assert!(folder.path().join("tokens.bin.sums").exists());
+    let again = sums(&[]).unwrap();
+    assert!(again.contains("117.2 KiB were as their checksums say, 0 B have checksums now"), "{again}");
+    fs::create_dir(folder.path().join("sums")).unwrap();
+    sums(&["--folder", "sums"]).unwrap();
+    assert!(folder.path().join("sums/tokens.bin.sums").exists());
+    let mut tokens = fs::read(folder.path().join("tokens.bin")).unwrap();
+    tokens[5000] ^= 1;
+    fs::write(folder.path().join("tokens.bin"), tokens).unwrap();
+    let error = sums(&[]).unwrap_err();
+    assert!(error.contains("tokens.bin: changed since its checksums were made"), "{error}");
+}
+
+#[test]
+fn shuffle_says_how_an_order_mixes() {
+    let folder = folder();
+    let arguments = [
+        "data",
+        "shuffle",
+        "tokens.bin",
+        "--context",
+        "16",
+        "--order",
+        "block",
+        "--block",
+        "4KiB",
+        "--window",
+        "4",
+    ];
+    let text = run(folder.path(), &arguments).unwrap();
+    // 128 windows a block, 4 blocks in as many streams; tokens that count up are as sorted as can be.
+    assert!(text.contains("a sample is mixed with "), "{text}");
+    assert!(text.contains("warning: the data looks sorted (2 runs"), "{text}");
+    let found = &lines(folder.path(), &[&arguments[..], &["--json"]].concat())[0];
+    assert_eq!(found["runs"], 2);
+    let random = run(folder.path(), &["data", "shuffle", "tokens.bin", "--context", "16"]).unwrap();
+    assert!(!random.contains("warning"), "{random}");
+}
+
+#[test]
+fn training_makes_checksums_and_sets_damaged_samples_aside() {
+    let folder = tempfile::tempdir().unwrap();
+    // More than the fingerprint reads whole; a page that it does not read is then damaged.
+    let mut tokens: Vec<u8> = (0..600_000u32).flat_map(|i| ((i % 251) as u16).to_le_bytes()).collect();
+    fs::write(folder.path().join("tokens.bin"), &tokens).unwrap();
+    let config = |more: &str| {
+        let text = format!(
+            "[model]\nvocabulary = 256\ncontext = 64\nwidth = 8\nlayers = 1\nheads = 1\n[data]\ntokens = \"tokens.bin\"\n\
+             tokenizer = \"bytes\"\norder = \"block\"\n{more}[training]\nsteps = 300\nbatch = 32\nvalidate_every = 0\n\
+             sample_tokens = 0\ncheckpoint_every = 0\n"
+        );
+        fs::write(folder.path().join("run.toml"), text).unwrap();
+    };
+    let train = |out: &str| run(folder.path(), &["train", "run.toml", "--out", out]);
+    let summary = |out: &str| -> Value {
+        serde_json::from_slice(&fs::read(folder.path().join(out).join("summary.json")).unwrap()).unwrap()
+    };
+    config("checksums = \"make\"\n");
+    train("made").unwrap();
+    assert!(summary("made")["loader"]["summed_bytes"].as_u64().unwrap() > 1_000_000);
+    assert!(folder.path().join("tokens.bin.sums").exists());
+    tokens[7 * 4096 + 100] ^= 2;
+    fs::write(folder.path().join("tokens.bin"), &tokens).unwrap();
+    config("");
+    let error = train("stopped").unwrap_err();
+    assert!(error.contains("tokens.bin: page 7 of 4096 bytes at byte offset 28672 is damaged"), "{error}");
+    config("damaged = \"quarantine\"\n");
+    train("quarantined").unwrap();
+    let loader = &summary("quarantined")["loader"];
+    // 32 windows of 64 tokens, and those that reach over its ends.
+    assert!((30..=40).contains(&loader["quarantined_samples"].as_u64().unwrap()), "{loader}");
+}

@@ -60,7 +60,8 @@ pub enum Checksums {
 }
 
 /// What is done about a page that is not what it was.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Damaged {
     /// Reading it is [`Error::Damaged`].
     #[default]

@@ -7,7 +7,10 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
-use ebbtide::loader::{Dataset, LoaderOptions, Order, Sample, Samples, Share, order_of};
+use ebbtide::{
+    kernels::bytes,
+    loader::{Dataset, LoaderOptions, Order, Sample, Samples, Share, make_sums, order_of, shuffle_report},
+};
 
 use super::bench_loader::OrderArgs;
 
@@ -21,6 +24,36 @@ pub(crate) struct DataArgs {
 enum DataCommand {
     /// List the windows that a step sees, and where in the data they lie
     Order(DataOrderArgs),
+    /// Make checksums of files beside them, or hold files against those that they have
+    Sums(DataSumsArgs),
+    /// Say how well an order mixes the data, and whether the data looks sorted
+    Shuffle(DataShuffleArgs),
+}
+
+#[derive(Args)]
+struct DataSumsArgs {
+    /// A file of tokens, or a folder of them
+    file: PathBuf,
+    /// A folder for the checksums, instead of beside the files
+    #[arg(long)]
+    folder: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct DataShuffleArgs {
+    /// A file of tokens, or a folder of them
+    file: PathBuf,
+    /// Inputs of a window
+    #[arg(long, default_value_t = 1024)]
+    context: usize,
+    /// Windows of a batch
+    #[arg(long, default_value_t = 32)]
+    batch: usize,
+    #[command(flatten)]
+    order: OrderArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Args)]
@@ -61,7 +94,47 @@ struct DataOrderArgs {
 pub(super) fn data(args: DataArgs) -> Result<()> {
     match args.command {
         DataCommand::Order(args) => order(args),
+        DataCommand::Sums(args) => sums(args),
+        DataCommand::Shuffle(args) => shuffle(args),
     }
+}
+
+fn sums(args: DataSumsArgs) -> Result<()> {
+    let dataset = Dataset::open(&args.file)?;
+    let report = make_sums(&dataset, args.folder)?;
+    println!(
+        "{} were as their checksums say, {} have checksums now",
+        bytes(report.verified_bytes as usize),
+        bytes(report.made_bytes as usize)
+    );
+    Ok(())
+}
+
+fn shuffle(args: DataShuffleArgs) -> Result<()> {
+    let dataset = Dataset::open(&args.file)?;
+    let samples = dataset.samples(0..dataset.len(), args.context)?;
+    let options = LoaderOptions { order: args.order.order(), batch: args.batch, ..LoaderOptions::default() };
+    let report = shuffle_report(&samples, &options)?;
+    if args.json {
+        println!("{}", serde_json::to_value(&report)?);
+        return Ok(());
+    }
+    println!(
+        "a sample is mixed with {} others, {:.1} % of all; a batch of {} comes from {:.1} blocks of at most {}",
+        report.window_samples.saturating_sub(1),
+        100.0 * report.window_share,
+        args.batch,
+        report.blocks_in_batch,
+        report.most_blocks_in_batch
+    );
+    println!(
+        "like beside like: {} runs where chance makes {:.0} ({:+.1} standard deviations)",
+        report.runs, report.runs_by_chance, report.runs_score
+    );
+    if let Some(warning) = report.warning() {
+        println!("warning: {warning}");
+    }
+    Ok(())
 }
 
 fn order(args: DataOrderArgs) -> Result<()> {

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebbtide::{
     account::Account,
-    config::{Bytes, Config, ConfigFile, DataOrder, Overrides, Precision},
+    config::{Bytes, Config, ConfigFile, DataChecksums, DataOrder, Overrides, Precision},
     engine::{
         Batch, Trainer, TrainerOptions, checkpoint,
         generate::{SampleOptions, generate},
@@ -24,8 +24,8 @@ use ebbtide::{
     },
     kernels::{Category, bytes, bytes_up},
     loader::{
-        BlockOrder, Dataset, Identity, Loader, LoaderOptions, LoaderReport, LoaderState, Order, Samples,
-        TokenBatch,
+        BlockOrder, Checksums, Dataset, Identity, Loader, LoaderOptions, LoaderReport, LoaderState, Order,
+        Samples, TokenBatch, shuffle_report,
     },
     offload::{Expression, OffloadOptions, OffloadReport, TransferTimes, policy::Builtin},
     tokenizer::Tokenizer,
@@ -452,8 +452,19 @@ impl Run {
             ram_bytes: self.config.data.ram.map(|ram| ram.0 as u64),
             vocabulary: Some(self.config.model.vocabulary),
             fingerprint: Some(self.order),
+            checksums: match self.config.data.checksums {
+                DataChecksums::Off => Checksums::Off,
+                DataChecksums::Verify => Checksums::Verify,
+                DataChecksums::Make => Checksums::Make(None),
+            },
+            damaged: self.config.data.damaged,
             ..LoaderOptions::default()
         };
+        if options.order != Order::Random
+            && let Some(warning) = shuffle_report(&self.data.training, &options)?.warning()
+        {
+            eprintln!("warning: {warning}");
+        }
         let mut loader = Loader::new(
             &self.data.training,
             &options,
@@ -527,7 +538,17 @@ impl Run {
             }
         }
         progress.finish();
-        self.finish(last_loss, last_validation, loader.report())
+        let report = loader.report();
+        if report.quarantined_samples > 0 {
+            eprintln!(
+                "warning: {} samples had tokens of damaged pages and were left out; `ebbtide data sums` names the first",
+                report.quarantined_samples
+            );
+        }
+        if let Err(error) = loader.finish() {
+            eprintln!("warning: {error}");
+        }
+        self.finish(last_loss, last_validation, report)
     }
 
     /// The account of the step that has just run, which is added to the run's.
