@@ -152,6 +152,35 @@ pub enum Error {
         /// The fraction.
         fraction: f64,
     },
+    /// Arrays that are to lie side by side have different numbers of records.
+    #[error(
+        "{}: expected {expected} records, as {} has, found {records}", path.display(), other.display()
+    )]
+    Unequal {
+        /// The array that differs.
+        path: PathBuf,
+        /// Its records.
+        records: u64,
+        /// The first array.
+        other: PathBuf,
+        /// Its records.
+        expected: u64,
+    },
+    /// Batches that no epoch has.
+    #[error(
+        "{}: expected batches of at least one and, for {world} ranks together, at most {records} records, found {batch}",
+        path.display()
+    )]
+    NoBatch {
+        /// The first array.
+        path: PathBuf,
+        /// Records of a batch of one rank.
+        batch: usize,
+        /// The ranks.
+        world: u64,
+        /// The records there are.
+        records: u64,
+    },
     /// A batch of no samples, or of more bytes than can be addressed.
     #[error(
         "expected a batch of at least one sample whose bytes can be addressed, found {batch} of {context} tokens"

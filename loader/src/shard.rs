@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::encoding::Encoding;
 use crate::file::{FNV_BASIS, fingerprint, fnv1a};
-use crate::format::{self, Format, Tokens};
+use crate::format::{self, ArrayHeader, Format, Tokens};
 use crate::sums::OwnSums;
 use crate::{Error, Result, TokenFile};
 
@@ -80,6 +80,23 @@ impl Shard {
             ),
         };
         Self::new(tokens, fingerprint, file_fingerprint)
+    }
+
+    /// Opens a `.npy` array of numbers of any kind, with what its header says.
+    pub(crate) fn open_array(path: &Path) -> Result<(Self, ArrayHeader)> {
+        let (file, file_bytes, header) = format::open_array(path)?;
+        let fingerprint = fingerprint(path, &file, file_bytes)?;
+        let tokens = Tokens {
+            path: path.to_path_buf(),
+            file,
+            file_bytes,
+            offset: header.offset,
+            count: 0,
+            encoding: Encoding::U16,
+            index: None,
+            sums: None,
+        };
+        Ok((Self::new(tokens, fingerprint, fingerprint)?, header))
     }
 
     /// The tokens of a file that is open already.

@@ -93,6 +93,15 @@ pub(crate) fn find(path: &Path, format: Option<&Format>) -> Result<Tokens> {
     })
 }
 
+pub(crate) use npy::ArrayHeader;
+
+/// Opens an array of numbers of any kind: the file, its length, and its header.
+pub(crate) fn open_array(path: &Path) -> Result<(File, u64, ArrayHeader)> {
+    let (file, bytes) = open_regular(path)?;
+    let array = npy::parse_array(&Header { path, file: &file, bytes })?;
+    Ok((file, bytes, array))
+}
+
 /// Opens a packed file: it and its header.
 pub(crate) fn open_packed(path: &Path) -> Result<(File, packed::Packed)> {
     let (file, bytes) = open_regular(path)?;

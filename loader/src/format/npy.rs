@@ -5,10 +5,54 @@ use crate::encoding::Encoding;
 use crate::{Error, Result};
 
 pub(super) const MAGIC: &[u8; 6] = b"\x93NUMPY";
+/// What tokens are made of.
+const INTEGER: &str = "an integer type, such as '<u2'";
 /// A header for plain numbers has about a hundred bytes.
 const MOST_HEADER_BYTES: u64 = 1 << 16;
 
+/// What the header of an array of any numbers says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ArrayHeader {
+    /// Where the first number begins, in bytes.
+    pub(crate) offset: u64,
+    /// The type as NumPy writes it.
+    pub(crate) descr: String,
+    /// Bytes of a number.
+    pub(crate) width: u64,
+    /// At least one axis, rows first.
+    pub(crate) shape: Vec<u64>,
+}
+
+/// An array of integers, as tokens: where they begin, how many there are, and how they are stored.
 pub(super) fn parse(header: &Header) -> Result<(u64, u64, Encoding)> {
+    let (offset, array) = dictionary(header)?;
+    let encoding = array.encoding(header)?;
+    array.check(header)?;
+    let count = array.count(header)?;
+    array.ends(header, offset, count, encoding.bytes())?;
+    Ok((offset, count, encoding))
+}
+
+/// An array of numbers of any kind, little-endian.
+pub(super) fn parse_array(header: &Header) -> Result<ArrayHeader> {
+    let (offset, array) = dictionary(header)?;
+    let expected = "a number in little-endian order, such as '<f4'";
+    let bytes = array.descr.as_bytes();
+    let width = match bytes {
+        [b'<' | b'|' | b'=', b'b' | b'i' | b'u' | b'f', width @ b'1'..=b'8'] => u64::from(width - b'0'),
+        _ => return Err(header.bad(array.descr_offset, "descr", expected, array.found())),
+    };
+    array.check(header)?;
+    if array.shape.is_empty() {
+        return Err(header.bad(array.shape_offset, "the shape", "at least one axis", "()"));
+    }
+    let count = array.count(header)?;
+    array.ends(header, offset, count, width)?;
+    Ok(ArrayHeader { offset, descr: array.descr, width, shape: array.shape })
+}
+
+/// Where the numbers begin, and what the header says of them.
+fn dictionary(header: &Header) -> Result<(u64, Array)> {
     let magic: [u8; 6] = header.array(0, "the magic string")?;
     if magic != *MAGIC {
         return Err(header.bad(0, "the magic string", "\\x93NUMPY", magic.escape_ascii()));
@@ -31,18 +75,59 @@ pub(super) fn parse(header: &Header) -> Result<(u64, u64, Encoding)> {
     }
     let mut text = vec![0; length as usize];
     header.fill(start, &mut text, "the header")?;
-    let mut fields = Fields { header, start, text: &text, at: 0 };
-    let array = fields.dictionary()?;
-    let (encoding, count) = (array.encoding, array.count);
-    let bytes = count.checked_mul(encoding.bytes()).and_then(|bytes| bytes.checked_add(start + length));
-    header.ends_at(bytes, "the shape", array.shape_offset)?;
-    Ok((start + length, count, encoding))
+    let array = Fields { header, start, text: &text, at: 0 }.dictionary()?;
+    Ok((start + length, array))
 }
 
 struct Array {
-    encoding: Encoding,
-    count: u64,
+    descr: String,
+    descr_offset: u64,
+    fortran: bool,
+    shape: Vec<u64>,
     shape_offset: u64,
+}
+
+impl Array {
+    fn found(&self) -> String {
+        match self.descr.contains('O') {
+            true => format!("'{}', Python objects", self.descr),
+            false => format!("'{}'", self.descr),
+        }
+    }
+
+    fn encoding(&self, header: &Header) -> Result<Encoding> {
+        let encoding = match self.descr.as_bytes() {
+            [order @ (b'<' | b'>' | b'|' | b'='), kind @ (b'i' | b'u'), width @ b'1'..=b'8'] => {
+                let big_endian = *order == b'>' || (*order == b'=' && cfg!(target_endian = "big"));
+                Encoding::new(u64::from(width - b'0'), *kind == b'i', big_endian)
+                    .filter(|encoding| *order != b'|' || encoding.bytes() == 1)
+            }
+            _ => None,
+        };
+        encoding.ok_or_else(|| header.bad(self.descr_offset, "descr", INTEGER, self.found()))
+    }
+
+    fn check(&self, header: &Header) -> Result<()> {
+        // Columns first is the same as rows first where only one axis is longer than one.
+        if self.fortran && self.shape.iter().filter(|&&length| length > 1).count() > 1 {
+            let found = format!("True for the shape {:?}", self.shape);
+            return Err(header.bad(self.shape_offset, "fortran_order", "False, rows first", found));
+        }
+        Ok(())
+    }
+
+    fn count(&self, header: &Header) -> Result<u64> {
+        let count = self.shape.iter().try_fold(1u64, |count, &length| count.checked_mul(length));
+        count.ok_or_else(|| {
+            let found = format!("{:?}", self.shape);
+            header.bad(self.shape_offset, "the shape", "fewer than 2^64 elements", found)
+        })
+    }
+
+    fn ends(&self, header: &Header, offset: u64, count: u64, width: u64) -> Result<()> {
+        let end = count.checked_mul(width).and_then(|bytes| bytes.checked_add(offset));
+        header.ends_at(end, "the shape", self.shape_offset)
+    }
 }
 
 /// A reader of the dictionary: the few forms of Python's literals that NumPy writes.
@@ -83,42 +168,18 @@ impl Fields<'_> {
             return Err(self.unexpected("the end of the header"));
         }
         let missing = |key: &str| self.header.bad(self.start, "the header", format!("the key {key}"), "none");
-        let encoding = descr.ok_or_else(|| missing("descr"))?;
+        let (descr_offset, descr) = descr.ok_or_else(|| missing("descr"))?;
         let fortran = fortran.ok_or_else(|| missing("fortran_order"))?;
         let (shape_offset, shape) = shape.ok_or_else(|| missing("shape"))?;
-        // Columns first is the same as rows first where only one axis is longer than one.
-        if fortran && shape.iter().filter(|&&length| length > 1).count() > 1 {
-            let found = format!("True for the shape {shape:?}");
-            return Err(self.header.bad(shape_offset, "fortran_order", "False, rows first", found));
-        }
-        let count = shape.iter().try_fold(1u64, |count, &length| count.checked_mul(length));
-        let count = count.ok_or_else(|| {
-            self.header.bad(shape_offset, "the shape", "fewer than 2^64 elements", format!("{shape:?}"))
-        })?;
-        Ok(Array { encoding, count, shape_offset })
+        Ok(Array { descr, descr_offset, fortran, shape, shape_offset })
     }
 
-    fn descr(&mut self) -> Result<Encoding> {
+    fn descr(&mut self) -> Result<(u64, String)> {
         let offset = self.offset();
-        let expected = "an integer type, such as '<u2'";
         if self.peek() == Some(b'[') {
-            return Err(self.header.bad(offset, "descr", expected, "a structured type"));
+            return Err(self.header.bad(offset, "descr", INTEGER, "a structured type"));
         }
-        let text = self.string()?;
-        let bytes = text.as_bytes();
-        let encoding = match bytes {
-            [order @ (b'<' | b'>' | b'|' | b'='), kind @ (b'i' | b'u'), width @ b'1'..=b'8'] => {
-                let big_endian = *order == b'>' || (*order == b'=' && cfg!(target_endian = "big"));
-                Encoding::new(u64::from(width - b'0'), *kind == b'i', big_endian)
-                    .filter(|encoding| *order != b'|' || encoding.bytes() == 1)
-            }
-            _ => None,
-        };
-        encoding.ok_or_else(|| {
-            let found =
-                if text.contains('O') { format!("'{text}', Python objects") } else { format!("'{text}'") };
-            self.header.bad(offset, "descr", expected, found)
-        })
+        Ok((offset, self.string()?))
     }
 
     fn boolean(&mut self) -> Result<bool> {
