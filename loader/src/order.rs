@@ -45,7 +45,7 @@ pub enum Order {
 pub struct BlockOrder {
     /// Bytes of a block, 1 MiB by default: a whole number of windows of at most that many bytes, at least one.
     pub block_bytes: u64,
-    /// Blocks open at a time, in all streams together, 64 by default. The memory that an order needs is about this times
+    /// Blocks open at a time, in all streams together, 48 by default. The memory that an order needs is about this times
     /// `block_bytes`, and windows are mixed over as much of the data.
     pub window_blocks: u32,
     /// Streams, 8 by default. A number of ranks that divides it reads each block on one rank only, but for the end of an
@@ -55,7 +55,7 @@ pub struct BlockOrder {
 
 impl Default for BlockOrder {
     fn default() -> Self {
-        Self { block_bytes: 1 << 20, window_blocks: 64, streams: 8 }
+        Self { block_bytes: 1 << 20, window_blocks: 48, streams: 8 }
     }
 }
 
