@@ -47,6 +47,11 @@ def get_batch():
         yield torch.stack([torch.from_numpy(map[i : i + CONTEXT + 1].astype(numpy.int64)) for i in starts])
 
 
+def epochs(loader):
+    while True:
+        yield from loader
+
+
 if __name__ == "__main__":
     if "warm" not in sys.argv:
         with open(FILE, "rb") as file:
@@ -55,7 +60,8 @@ if __name__ == "__main__":
         batches = get_batch()
     else:
         workers = int(KIND.rpartition("-")[2])
-        batches = iter(torch.utils.data.DataLoader(Windows(), BATCH, shuffle=True, num_workers=workers))
+        loader = torch.utils.data.DataLoader(Windows(), BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        batches = epochs(loader)
     # Workers start and the permutation is made before the clock runs.
     next(batches)
     windows, start = 0, time.perf_counter()
