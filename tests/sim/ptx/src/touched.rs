@@ -52,11 +52,13 @@ impl Touched {
     pub(crate) fn add(&mut self, kind: Access, address: u64, length: usize, place: Place) {
         let pieces = &mut self.block[kind as usize];
         let range = address..address + length as u64;
-        if let Some((last, at)) = pieces.last_mut() {
-            if *at == place && last.start <= range.start && range.start <= last.end {
-                last.end = last.end.max(range.end);
-                return;
-            }
+        if let Some((last, at)) = pieces.last_mut()
+            && *at == place
+            && last.start <= range.start
+            && range.start <= last.end
+        {
+            last.end = last.end.max(range.end);
+            return;
         }
         pieces.push((range, place));
         // Twice the pieces that were left last time, so that joining stays a small part of the work.
@@ -131,6 +133,6 @@ mod tests {
             (None, Some(30), Some(5))
         );
         ranges.insert(8..31);
-        assert_eq!(ranges.to_vec(), [5..40]);
+        assert_eq!(ranges.to_vec(), vec![(5..40)]);
     }
 }

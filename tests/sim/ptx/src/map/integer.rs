@@ -148,20 +148,20 @@ fn wide(name: &str, ty: Type) -> Option<MapFn> {
 
 fn high(name: &str, ty: Type) -> Option<MapFn> {
     fn unsigned(a: u64, b: u64) -> u64 {
-        (u128::from(a) * u128::from(b) >> 64) as u64
+        ((u128::from(a) * u128::from(b)) >> 64) as u64
     }
     fn signed(a: i64, b: i64) -> i64 {
-        (i128::from(a) * i128::from(b) >> 64) as i64
+        ((i128::from(a) * i128::from(b)) >> 64) as i64
     }
     fn unsigned32(a: u32, b: u32) -> u32 {
-        (u64::from(a) * u64::from(b) >> 32) as u32
+        ((u64::from(a) * u64::from(b)) >> 32) as u32
     }
     fn signed32(a: i32, b: i32) -> i32 {
-        (i64::from(a) * i64::from(b) >> 32) as i32
+        ((i64::from(a) * i64::from(b)) >> 32) as i32
     }
     Some(match (name, ty) {
-        ("mul", Type::U16) => |x| lift2(x, |a: u16, b: u16| (u32::from(a) * u32::from(b) >> 16) as u16),
-        ("mul", Type::S16) => |x| lift2(x, |a: i16, b: i16| (i32::from(a) * i32::from(b) >> 16) as i16),
+        ("mul", Type::U16) => |x| lift2(x, |a: u16, b: u16| ((u32::from(a) * u32::from(b)) >> 16) as u16),
+        ("mul", Type::S16) => |x| lift2(x, |a: i16, b: i16| ((i32::from(a) * i32::from(b)) >> 16) as i16),
         ("mul", Type::U32) => |x| lift2(x, unsigned32),
         ("mul", Type::S32) => |x| lift2(x, signed32),
         ("mul", Type::U64) => |x| lift2(x, unsigned),
