@@ -7,11 +7,11 @@ use crate::scalar::WARP;
 use crate::text::operands;
 use crate::types::{Opcode, Type};
 
+/// The predicate that an instruction runs under, and whether it is negated.
+type Guard = (Reg, bool);
+
 /// The guard and the steps of an instruction.
-pub(crate) fn statement(
-    builder: &mut Builder<'_>,
-    text: &str,
-) -> Result<(Option<(Reg, bool)>, Vec<Op>), String> {
+pub(crate) fn statement(builder: &mut Builder<'_>, text: &str) -> Result<(Option<Guard>, Vec<Op>), String> {
     let (guard, text) = match text.strip_prefix('@') {
         None => (None, text),
         Some(rest) => {

@@ -325,8 +325,9 @@ impl Warp {
 fn adjusted(value: Lanes, flushes: bool, saturate: bool) -> Lanes {
     value.map(|bits| {
         let bits = if flushes { flush(bits) } else { bits };
-        // A NaN saturates to 0, which `max` gives.
-        if saturate { f32::of(bits).max(0.0).min(1.0).bits() } else { bits }
+        let value = f32::of(bits);
+        // A NaN saturates to 0.
+        if saturate { if value.is_nan() { 0.0 } else { value.clamp(0.0, 1.0) }.bits() } else { bits }
     })
 }
 

@@ -5,6 +5,7 @@ use crate::instruction::MapFn;
 use crate::scalar::{Pair, fma_directed, fma_to_odd, fma_toward_zero, maximum, minimum};
 use crate::types::{Opcode, Type};
 use half::{bf16, f16};
+use std::cmp::Ordering;
 
 pub(super) fn map(opcode: &Opcode<'_>, ty: Type) -> Option<MapFn> {
     if ty == Type::F64 {
