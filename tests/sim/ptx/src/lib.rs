@@ -23,10 +23,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! **How it works.** [`text`] cuts the text into statements, [`parse`] finds kernels, variables and labels, [`decode`] makes an
-//! [`instruction`] of each statement; [`map`] is the table of pure instructions, each a function on 32 lanes. [`block`] lets a
-//! block's warps take turns, [`warp`] runs lanes together while they are at the same instruction; [`access`], [`collective`]
-//! and [`shared`] do what reaches beyond a lane. Blocks run one after another.
+//! **How it works.** `text` cuts the text into statements, `parse` finds kernels, variables and labels, `decode` makes an
+//! `instruction` of each statement; `map` is the table of pure instructions, each a function on 32 lanes. `block` lets a
+//! block's warps take turns, `warp` runs lanes together while they are at the same instruction; `access`, `collective`
+//! and `shared` do what reaches beyond a lane. Blocks run one after another.
 //!
 //! **What is checked**: bounds, alignment and initialisation of every access; races in shared memory, between warps and between
 //! lanes of one warp; races between blocks in global memory, unless the kernel has fences and so orders its blocks itself; lanes
