@@ -140,16 +140,30 @@ struct Int8Decode {
 WIDTHS(int8_decode, Int8Decode)
 
 // Eight elements a byte: a thread a byte.
-extern "C" __global__ void bits_encode(const u8* input, u8* out, u64 count) {
-    u64 stride = (u64)gridDim.x * blockDim.x;
-    for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; 8 * at < count; at += stride) {
-        u32 byte = 0;
-        for (int i = 0; i < 8 && 8 * at + i < count; i++) byte |= (u32)(input[8 * at + i] != 0) << i;
-        out[at] = (u8)byte;
-    }
-}
+struct BitsEncode {
+    const u8* input;
+    u8* out;
+    u64 count;
 
-extern "C" __global__ void bits_decode(const u8* input, u8* out, u64 count) {
-    u64 stride = (u64)gridDim.x * blockDim.x;
-    for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; at < count; at += stride) out[at] = input[at / 8] >> at % 8 & 1;
-}
+    __device__ __forceinline__ void run() const {
+        u64 stride = (u64)gridDim.x * blockDim.x;
+        for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; 8 * at < count; at += stride) {
+            u32 byte = 0;
+            for (int i = 0; i < 8 && 8 * at + i < count; i++) byte |= (u32)(input[8 * at + i] != 0) << i;
+            out[at] = (u8)byte;
+        }
+    }
+};
+KERNEL(bits_encode, BitsEncode)
+
+struct BitsDecode {
+    const u8* input;
+    u8* out;
+    u64 count;
+
+    __device__ __forceinline__ void run() const {
+        u64 stride = (u64)gridDim.x * blockDim.x;
+        for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; at < count; at += stride) out[at] = input[at / 8] >> at % 8 & 1;
+    }
+};
+KERNEL(bits_decode, BitsDecode)

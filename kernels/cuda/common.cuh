@@ -179,7 +179,11 @@ __device__ __forceinline__ void fail(Failure* failure, u32 submission, u32 eleme
     if (atomicCAS(&failure->claimed, 0u, 1u) == 0) failure->submission = submission, failure->element = element, failure->value = value;
 }
 
-// Both widths of a kernel. A kernel is a struct: its fields are the arguments, and `run` is what every thread does.
+// A kernel is a struct: its fields are the arguments, laid out as `arguments.rs` has them, and `run` is what every thread does.
+#define KERNEL(name, Kernel) \
+    extern "C" __global__ void name(const __grid_constant__ Kernel kernel) { kernel.run(); }
+
+// Both widths of one.
 #define WIDTHS(name, Kernel)                                                                        \
     extern "C" __global__ void name##_8(const __grid_constant__ Kernel kernel) { kernel.run<8>(); } \
     extern "C" __global__ void name##_1(const __grid_constant__ Kernel kernel) { kernel.run<1>(); }

@@ -119,7 +119,14 @@ struct GeluBackward {
 };
 WIDTHS(gelu_backward, GeluBackward)
 
-extern "C" __global__ void fill_words(u32* out, u32 value, u64 count) {
-    u64 stride = (u64)gridDim.x * blockDim.x;
-    for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; at < count; at += stride) out[at] = value;
-}
+struct FillWords {
+    u32* out;
+    u64 count;
+    u32 value, unused;
+
+    __device__ __forceinline__ void run() const {
+        u64 stride = (u64)gridDim.x * blockDim.x;
+        for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; at < count; at += stride) out[at] = value;
+    }
+};
+KERNEL(fill_words, FillWords)

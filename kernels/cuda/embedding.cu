@@ -50,11 +50,16 @@ struct EmbeddingBackwardTokens {
             if (threadIdx.x == 0) fail(failure, submission, own, token);
             return;
         }
-        int seen = 0;
-        for (u32 row = threadIdx.x; row < own; row += blockDim.x) seen |= tokens[row] == token;
-        if (__syncthreads_or(seen)) return;
         __shared__ u32 matches[256];
         __shared__ u32 counts[8];
+        bool seen = false;
+        for (u32 row = threadIdx.x; row < own; row += blockDim.x) seen |= tokens[row] == token;
+        seen = __any_sync(~0u, seen);
+        if ((threadIdx.x & 31) == 0) counts[threadIdx.x / 32] = seen;
+        __syncthreads();
+        for (u32 warp = 0; warp < 8; warp++) seen |= counts[warp] != 0;
+        if (seen) return;
+        __syncthreads();
         Floats table = {dwte, F32};
         for (u32 tile = own; tile < rows; tile += 256) {
             // Rows of the tile with this token, in order.

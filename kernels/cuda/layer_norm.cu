@@ -164,8 +164,6 @@ struct LayerNormBackward {
                 }
                 store<N>(dinput, start + column, d);
                 if (ddelta.data) {
-                    // Of the gradient as it is stored.
-                    load<N>(dinput, start + column, d);
                     drop<N>(dropout, start + column, d);
                     store<N>(ddelta, start + column, d);
                 }
@@ -201,16 +199,23 @@ struct BiasBackward {
 WIDTHS(bias_backward, BiasBackward)
 
 // out[column] += the sum of `blocks` rows of partials, `stride` apart. 32 columns a block; eight threads take every eighth row each.
-extern "C" __global__ void add_partials(const float* partials, float* out, u32 blocks, u32 stride, u32 width) {
-    __shared__ float parts[8][32];
-    u32 column = blockIdx.x * 32 + threadIdx.x % 32, first = threadIdx.x / 32;
-    float sum = 0.f;
-    if (column < width)
-        for (u32 block = first; block < blocks; block += 8) sum += partials[(u64)block * stride + column];
-    parts[first][threadIdx.x % 32] = sum;
-    __syncthreads();
-    if (first == 0 && column < width) {
-        for (int i = 1; i < 8; i++) sum += parts[i][threadIdx.x];
-        out[column] += sum;
+struct AddPartials {
+    const float* partials;
+    float* out;
+    u32 blocks, stride, width, unused;
+
+    __device__ __forceinline__ void run() const {
+        __shared__ float parts[8][32];
+        u32 column = blockIdx.x * 32 + threadIdx.x % 32, first = threadIdx.x / 32;
+        float sum = 0.f;
+        if (column < width)
+            for (u32 block = first; block < blocks; block += 8) sum += partials[(u64)block * stride + column];
+        parts[first][threadIdx.x % 32] = sum;
+        __syncthreads();
+        if (first == 0 && column < width) {
+            for (int i = 1; i < 8; i++) sum += parts[i][threadIdx.x];
+            out[column] += sum;
+        }
     }
-}
+};
+KERNEL(add_partials, AddPartials)

@@ -83,49 +83,76 @@ __device__ __forceinline__ double total(const double* partials, u32 count, doubl
 }
 
 // out += total · scale, or out = total where `accumulate` is 0.
-extern "C" __global__ void sum_finish(const double* partials, u32 count, float* out, float scale, u32 accumulate) {
-    __shared__ double parts[32];
-    double sum = total(partials, count, parts);
-    if (threadIdx.x == 0) *out = accumulate ? *out + (float)(sum * (double)scale) : (float)sum;
-}
+struct SumFinish {
+    const double* partials;
+    float* out;
+    u32 count;
+    float scale;
+    u32 accumulate, unused;
 
-extern "C" __global__ void clip_coefficient(const float* sum_squares, u64 count, float* norm, float* coefficient, float max_norm) {
-    __shared__ double parts[32];
-    double sum = 0;
-    for (u64 i = threadIdx.x; i < count; i += blockDim.x) sum += (double)sum_squares[i];
-    sum = block_sum(sum, parts);
-    if (threadIdx.x == 0) {
-        float length = (float)sqrt(sum), factor = max_norm / (length + 1e-6f);
-        *norm = length;
-        // Not a minimum, which would make 1 of NaN.
-        *coefficient = factor > 1.f ? 1.f : factor;
+    __device__ __forceinline__ void run() const {
+        __shared__ double parts[32];
+        double sum = total(partials, count, parts);
+        if (threadIdx.x == 0) *out = accumulate ? *out + (float)(sum * (double)scale) : (float)sum;
     }
-}
+};
+KERNEL(sum_finish, SumFinish)
+
+struct ClipCoefficient {
+    const float* sum_squares;
+    u64 count;
+    float* norm;
+    float* coefficient;
+    float max_norm;
+    u32 unused;
+
+    __device__ __forceinline__ void run() const {
+        __shared__ double parts[32];
+        double sum = 0;
+        for (u64 i = threadIdx.x; i < count; i += blockDim.x) sum += (double)sum_squares[i];
+        sum = block_sum(sum, parts);
+        if (threadIdx.x == 0) {
+            float length = (float)sqrt(sum), factor = max_norm / (length + 1e-6f);
+            *norm = length;
+            // Not a minimum, which would make 1 of NaN.
+            *coefficient = factor > 1.f ? 1.f : factor;
+        }
+    }
+};
+KERNEL(clip_coefficient, ClipCoefficient)
 
 // See `ScalerRules` and `ScalerCounter` of the ops.
 enum { GROWTH, OVERFLOWS, AT_FLOOR, APPLIED, SKIPPED };
 
-extern "C" __global__ void scaler_update(float* scale, u32* counters, float* found_inf, float growth, float backoff, u32 interval, float floor,
-                                         u32 hysteresis) {
-    if (*found_inf != 0.f) {
-        *found_inf = 0.f;
-        counters[SKIPPED]++;
-        counters[GROWTH] = 0;
-        counters[AT_FLOOR] = *scale <= floor ? counters[AT_FLOOR] + 1 : 0;
-        if (++counters[OVERFLOWS] >= hysteresis) {
-            float smaller = *scale * backoff;
-            *scale = smaller > floor ? smaller : floor;
+struct ScalerUpdate {
+    float* scale;
+    u32* counters;
+    float* found_inf;
+    float growth, backoff, floor;
+    u32 interval, hysteresis, unused;
+
+    __device__ __forceinline__ void run() const {
+        if (*found_inf != 0.f) {
+            *found_inf = 0.f;
+            counters[SKIPPED]++;
+            counters[GROWTH] = 0;
+            counters[AT_FLOOR] = *scale <= floor ? counters[AT_FLOOR] + 1 : 0;
+            if (++counters[OVERFLOWS] >= hysteresis) {
+                float smaller = *scale * backoff;
+                *scale = smaller > floor ? smaller : floor;
+            }
+            return;
         }
-        return;
+        counters[APPLIED]++;
+        counters[AT_FLOOR] = 0;
+        if (++counters[GROWTH] >= interval) {
+            counters[GROWTH] = counters[OVERFLOWS] = 0;
+            float larger = *scale * growth;
+            if (is_finite(larger)) *scale = larger;
+        }
     }
-    counters[APPLIED]++;
-    counters[AT_FLOOR] = 0;
-    if (++counters[GROWTH] >= interval) {
-        counters[GROWTH] = counters[OVERFLOWS] = 0;
-        float larger = *scale * growth;
-        if (is_finite(larger)) *scale = larger;
-    }
-}
+};
+KERNEL(scaler_update, ScalerUpdate)
 
 // The largest difference; of numbers that are finite on one side alone infinity, on neither 0.
 struct MaxDifferencePartials {
@@ -157,12 +184,19 @@ struct MaxDifferencePartials {
 };
 WIDTHS(max_difference_partials, MaxDifferencePartials)
 
-extern "C" __global__ void max_difference_finish(const float* partials, u32 count, float* out) {
-    float most = 0.f;
-    for (u32 i = threadIdx.x; i < count; i += 32) most = larger(most, partials[i]);
-    most = warp_max(most);
-    if (threadIdx.x == 0) *out = larger(*out, most);
-}
+struct MaxDifferenceFinish {
+    const float* partials;
+    float* out;
+    u32 count, unused;
+
+    __device__ __forceinline__ void run() const {
+        float most = 0.f;
+        for (u32 i = threadIdx.x; i < count; i += 32) most = larger(most, partials[i]);
+        most = warp_max(most);
+        if (threadIdx.x == 0) *out = larger(*out, most);
+    }
+};
+KERNEL(max_difference_finish, MaxDifferenceFinish)
 
 // A checksum whose order of additions does not matter: each 8 bytes are mixed with their place (the finaliser of SplitMix64:
 // Steele, Lea and Flood, 2014), and the results added.
@@ -172,24 +206,39 @@ __device__ __forceinline__ u64 mixed(u64 x) {
     return x ^ x >> 31;
 }
 
-extern "C" __global__ void checksum_partials(const u8* bytes, u64 count, u64* partials) {
-    __shared__ u64 parts[32];
-    u64 sum = 0, words = (count + 7) / 8;
-    for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; at < words; at += (u64)gridDim.x * blockDim.x) {
-        u64 word = 0;
-        if ((u64)bytes % 8 == 0 && 8 * at + 8 <= count) word = ((const u64*)bytes)[at];
-        else
-            for (u32 i = 0; i < 8 && 8 * at + i < count; i++) word |= (u64)bytes[8 * at + i] << 8 * i;
-        sum += mixed(word ^ mixed(at + 1));
-    }
-    sum = block_sum(sum, parts);
-    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
-}
+struct ChecksumPartials {
+    const u8* bytes;
+    u64 count;
+    u64* partials;
 
-extern "C" __global__ void checksum_finish(const u64* partials, u32 count, u64 length, u32* out) {
-    __shared__ u64 parts[32];
-    u64 sum = 0;
-    for (u32 i = threadIdx.x; i < count; i += blockDim.x) sum += partials[i];
-    sum = mixed(block_sum(sum, parts) ^ length);
-    if (threadIdx.x == 0) out[0] = (u32)sum, out[1] = (u32)(sum >> 32);
-}
+    __device__ __forceinline__ void run() const {
+        __shared__ u64 parts[32];
+        u64 sum = 0, words = (count + 7) / 8;
+        for (u64 at = blockIdx.x * (u64)blockDim.x + threadIdx.x; at < words; at += (u64)gridDim.x * blockDim.x) {
+            u64 word = 0;
+            if ((u64)bytes % 8 == 0 && 8 * at + 8 <= count) word = ((const u64*)bytes)[at];
+            else
+                for (u32 i = 0; i < 8 && 8 * at + i < count; i++) word |= (u64)bytes[8 * at + i] << 8 * i;
+            sum += mixed(word ^ mixed(at + 1));
+        }
+        sum = block_sum(sum, parts);
+        if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+    }
+};
+KERNEL(checksum_partials, ChecksumPartials)
+
+struct ChecksumFinish {
+    const u64* partials;
+    u32* out;
+    u64 length;
+    u32 count, unused;
+
+    __device__ __forceinline__ void run() const {
+        __shared__ u64 parts[32];
+        u64 sum = 0;
+        for (u32 i = threadIdx.x; i < count; i += blockDim.x) sum += partials[i];
+        sum = mixed(block_sum(sum, parts) ^ length);
+        if (threadIdx.x == 0) out[0] = (u32)sum, out[1] = (u32)(sum >> 32);
+    }
+};
+KERNEL(checksum_finish, ChecksumFinish)

@@ -58,7 +58,7 @@ impl Dropout {
     pub fn factors(&self, block: u64) -> [f32; 4] {
         let counter = [block as u32, (block >> 32) as u32, self.site, self.step];
         let words = philox4x32(counter, [self.seed as u32, (self.seed >> 32) as u32]);
-        let keep = 1.0 / (1.0 - self.probability);
+        let keep = self.keep();
         let threshold = self.threshold();
         words.map(|word| if word < threshold { 0.0 } else { keep })
     }
@@ -91,16 +91,21 @@ impl Dropout {
     /// [`Dropout::factors`] of consecutive blocks.
     #[inline(always)]
     fn factors_of<const BLOCKS: usize>(&self, first: u64) -> [[f32; 4]; BLOCKS] {
-        let keep = 1.0 / (1.0 - self.probability);
+        let keep = self.keep();
         let threshold = self.threshold();
         philox4x32_blocks::<BLOCKS>(first, self.site, self.step, self.seed)
             .map(|words| words.map(|word| if word < threshold { 0.0 } else { keep }))
     }
 
+    /// What survivors are multiplied by.
+    pub(crate) fn keep(&self) -> f32 {
+        1.0 / (1.0 - self.probability)
+    }
+
     /// Words below it drop their element: `probability · 2^32`, rounded down; at most 2^32 - 256, since an f32 below 1
     /// is at most 1 - 2^-24.
     #[inline(always)]
-    fn threshold(&self) -> u32 {
+    pub(crate) fn threshold(&self) -> u32 {
         (f64::from(self.probability) * 4_294_967_296.0) as u32
     }
 }

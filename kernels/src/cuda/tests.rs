@@ -1,0 +1,303 @@
+//! Every op's launches, run by an interpreter of the kernels' own code that checks each access, against the `cpu` backend.
+//!
+//! A kernel may touch what its op declares, its stream's scratch and the failure record, and nothing else: other addresses do not
+//! exist here. What it reads and writes of an operand is held against the operand's mode.
+
+use std::ops::Range;
+
+use ebbtide_ptx::{FaultKind, Launch, Memory, Module as Code, Problem};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use super::{
+    Call, MODULES, Module, Product, Target,
+    plan::{FAILURE_WORDS, SCRATCH_BYTES, plan},
+};
+use crate::{DType, Op, Slice, op::Mode};
+
+#[path = "../../tests/common/mod.rs"]
+mod common;
+
+use common::{
+    Bench, cpu,
+    ops::{New, OPS, SMALL, Sizes, operands},
+    random,
+};
+
+/// Addresses of a device: far from 0, and apart.
+const BASE: u64 = 1 << 40;
+const SCRATCH: u64 = 1 << 44;
+const FAILURE: u64 = 1 << 45;
+
+const TARGET: Target = Target { base: BASE, scratch: SCRATCH, failure: FAILURE, submission: 7 };
+
+/// Pieces of memory; there is nothing between them.
+#[derive(Default)]
+struct Pieces(Vec<Piece>);
+
+struct Piece {
+    start: u64,
+    bytes: Vec<u8>,
+    written: Vec<bool>,
+}
+
+impl Pieces {
+    fn add(&mut self, start: u64, bytes: Vec<u8>, written: bool) {
+        self.0.push(Piece { start, written: vec![written; bytes.len()], bytes });
+    }
+
+    fn piece(&mut self, at: u64, len: usize) -> Result<(&mut Piece, Range<usize>), Problem> {
+        let inside = |piece: &&mut Piece| {
+            at >= piece.start && at + len as u64 <= piece.start + piece.bytes.len() as u64
+        };
+        let outside =
+            || Problem::new(FaultKind::OutOfBounds, format!("{len} bytes at {at:#x} belong to no operand"));
+        let piece = self.0.iter_mut().find(inside).ok_or_else(outside)?;
+        let start = (at - piece.start) as usize;
+        Ok((piece, start..start + len))
+    }
+
+    fn bytes(&mut self, at: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.read(at, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+impl Memory for Pieces {
+    fn read(&mut self, address: u64, into: &mut [u8]) -> Result<(), Problem> {
+        let (piece, range) = self.piece(address, into.len())?;
+        if piece.written[range.clone()].contains(&false) {
+            let what = format!("{} bytes at {address:#x} are read before they are written", into.len());
+            return Err(Problem::new(FaultKind::Uninitialised, what));
+        }
+        into.copy_from_slice(&piece.bytes[range]);
+        Ok(())
+    }
+
+    fn write(&mut self, address: u64, from: &[u8]) -> Result<(), Problem> {
+        let (piece, range) = self.piece(address, from.len())?;
+        piece.written[range.clone()].fill(true);
+        piece.bytes[range].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+/// The kernels' code, each file read once.
+fn code(module: Module) -> &'static Code {
+    static LOADED: std::sync::OnceLock<Vec<(Module, Code)>> = std::sync::OnceLock::new();
+    let load = |&(module, text): &(Module, &str)| (module, Code::load(text).unwrap());
+    let loaded = LOADED.get_or_init(|| MODULES.iter().map(load).collect());
+    &loaded.iter().find(|(known, _)| *known == module).unwrap().1
+}
+
+/// What a run of the op's plan touched.
+#[derive(Default)]
+struct Touched {
+    reads: Vec<Range<u64>>,
+    writes: Vec<Range<u64>>,
+}
+
+fn run(op: &Op, memory: &mut Pieces, seed: u64) -> Touched {
+    let mut touched = Touched::default();
+    for call in plan(op, &TARGET) {
+        match call {
+            Call::Launch { module, kernel, grid, block, argument } => {
+                let launch = Launch {
+                    grid: [grid[0], grid[1], 1],
+                    block: [block, 1, 1],
+                    arguments: &[&argument],
+                    seed,
+                    ..Launch::new(kernel)
+                };
+                let report =
+                    code(module).launch(&launch, memory).unwrap_or_else(|error| panic!("{op:?}: {error}"));
+                touched.reads.extend(report.reads);
+                touched.writes.extend(report.writes);
+            }
+            Call::Product(product) => multiply(&product, memory, &mut touched),
+            Call::Copy { from, to, bytes } => {
+                let copied = memory.bytes(from, bytes);
+                memory.write(to, &copied).unwrap();
+                touched.reads.push(from..from + bytes as u64);
+                touched.writes.push(to..to + bytes as u64);
+            }
+            Call::Set { at, value, bytes } => {
+                memory.write(at, &vec![value; bytes]).unwrap();
+                touched.writes.push(at..at + bytes as u64);
+            }
+        }
+    }
+    touched
+}
+
+/// What a library of products does.
+fn multiply(product: &Product, memory: &mut Pieces, touched: &mut Touched) {
+    let Product { m, n, k, input_dtype, out_dtype, .. } = *product;
+    let mut read = |at: u64, len: usize, dtype: DType| {
+        let bytes = len * dtype.size_bytes();
+        touched.reads.push(at..at + bytes as u64);
+        floats(&memory.bytes(at, bytes), dtype)
+    };
+    let (a, b) = (read(product.a, m * k, input_dtype), read(product.b, k * n, input_dtype));
+    let bias = if product.bias == 0 { vec![0.0; n] } else { read(product.bias, n, out_dtype) };
+    let before = if product.accumulate { read(product.out, m * n, out_dtype) } else { vec![0.0; m * n] };
+    let mut out = Vec::new();
+    for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
+        let of_a = |i| if product.a_transposed { a[i * m + row] } else { a[row * k + i] };
+        let of_b = |i| if product.b_transposed { b[column * k + i] } else { b[i * n + column] };
+        let sum: f32 = (0..k).map(|i| of_a(i) * of_b(i)).sum();
+        let value = sum + bias[column] + before[row * n + column];
+        match out_dtype {
+            DType::F16 => out.extend(f16::from_f32(value).to_le_bytes()),
+            DType::BF16 => out.extend(bf16::from_f32(value).to_le_bytes()),
+            _ => out.extend(value.to_le_bytes()),
+        }
+    }
+    memory.write(product.out, &out).unwrap();
+    touched.writes.push(product.out..product.out + out.len() as u64);
+}
+
+fn floats(bytes: &[u8], dtype: DType) -> Vec<f32> {
+    match dtype {
+        DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        DType::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        DType::U8 => bytes.iter().map(|&b| f32::from(b)).collect(),
+        DType::U32 | DType::I32 => {
+            bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]) as f32).collect()
+        }
+    }
+}
+
+fn bytes_of(bench: &Bench, slice: &Slice) -> Vec<u8> {
+    bench.down(&slice.as_bytes())
+}
+
+/// Runs the op both ways and holds them against each other. Its inputs have been written.
+fn agrees(bench: &Bench, op: &Op, terms: usize, seed: u64) {
+    let operands = operands(op);
+    let address = |slice: &Slice| BASE + slice.range().start as u64;
+    let mut memory = Pieces::default();
+    memory.add(SCRATCH, vec![0; SCRATCH_BYTES], false);
+    memory.add(FAILURE, vec![0; 4 * FAILURE_WORDS], true);
+    for (_, slice, mode) in &operands {
+        match mode {
+            Mode::Write => memory.add(address(slice), vec![0xCD; slice.bytes()], false),
+            Mode::Read | Mode::Update => memory.add(address(slice), bytes_of(bench, slice), true),
+        }
+    }
+    let touched = run(op, &mut memory, seed);
+    bench.run(op.clone());
+    for (name, slice, mode) in &operands {
+        let range = address(slice)..address(slice) + slice.bytes() as u64;
+        let within = |touched: &Range<u64>| touched.start < range.end && range.start < touched.end;
+        let written = touched.writes.iter().any(within);
+        assert!(!written || *mode != Mode::Read, "{op:?}: `{name}` is only read, and was written");
+        // Scratch is the kernels' own; so is which checksum.
+        if *mode == Mode::Read || *name == "workspace" || matches!(op, Op::Checksum { .. }) {
+            continue;
+        }
+        let found = floats(&memory.bytes(range.start, slice.bytes()), slice.dtype());
+        let expected = floats(&bytes_of(bench, slice), slice.dtype());
+        close(&format!("{op:?} {name}"), &found, &expected, slice.dtype(), terms);
+    }
+    let failure = memory.bytes(FAILURE, 4);
+    assert_eq!(failure, [0; 4], "{op:?}: no index is out of range");
+}
+
+/// Both compute in f32 and round once where they store: results may be neighbours of 16 bits. A sum of `terms` in another order is off
+/// by `terms · 2⁻²⁴` of the largest; the device's exponential, of 2 units in the last place, adds that much for each.
+fn close(what: &str, found: &[f32], expected: &[f32], dtype: DType, terms: usize) {
+    let unit = match dtype {
+        DType::F16 => 2f32.powi(-10),
+        DType::BF16 => 2f32.powi(-7),
+        DType::F32 => 2f32.powi(-20),
+        DType::U8 | DType::U32 | DType::I32 => 0.0,
+    };
+    let largest = expected.iter().fold(1e-3f32, |largest, x| largest.max(x.abs()));
+    let sum = if unit == 0.0 { 0.0 } else { 3.0 * (terms + 8) as f32 * 2f32.powi(-24) * largest };
+    for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let same = found.to_bits() == expected.to_bits();
+        let most = unit * expected.abs() + sum;
+        assert!(
+            same || (found - expected).abs() <= most,
+            "{what}: [{i}] is {found}, not {expected} (at most {most} apart)"
+        );
+    }
+}
+
+/// Whether operand `index` of the op may be of 16 bits.
+fn may_be_narrow(make: fn(Sizes, New<'_>) -> Op, bench: &Bench, index: usize) -> bool {
+    let mut at = 0;
+    let mut own = DType::F32;
+    let op = make(SMALL, &mut |len, dtype| {
+        at += 1;
+        if at - 1 == index {
+            own = dtype;
+        }
+        bench.alloc(len, if at - 1 == index { DType::F16 } else { dtype })
+    });
+    own == DType::F32 && op.check().is_ok()
+}
+
+fn every_op_agrees(sizes: Sizes, mix: u64, offset: usize, seed: u64) {
+    for (i, &make) in OPS.iter().enumerate() {
+        let bench = Bench::new(cpu(1));
+        let mut at = 0;
+        let op = make(sizes, &mut |len, dtype| {
+            let choice = mix >> ((2 * at + i) % 62) & 3;
+            let narrow = may_be_narrow(make, &bench, at);
+            at += 1;
+            let dtype = match choice {
+                1 if narrow => DType::F16,
+                2 if narrow => DType::BF16,
+                _ => dtype,
+            };
+            bench.alloc(len + offset, dtype).part(offset..offset + len).unwrap()
+        });
+        if op.check().is_err() || matches!(op, Op::Attention(_) | Op::AttentionBackward(_)) {
+            continue;
+        }
+        write_inputs(&bench, &op, seed);
+        let terms = sizes.size().max(sizes.vocabulary);
+        agrees(&bench, &op, terms, seed);
+    }
+}
+
+/// Numbers that make sense for each operand.
+fn write_inputs(bench: &Bench, op: &Op, seed: u64) {
+    common::ops::write_inputs(bench, op, seed);
+    for (name, slice, mode) in operands(op) {
+        if mode != Mode::Write && name == "rstd" {
+            let positive: Vec<f32> = random(seed, slice.len()).iter().map(|x| x.abs() + 0.1).collect();
+            bench.run(Op::Copy { input: bench.up(&positive), out: slice });
+        }
+    }
+}
+
+fn sizes() -> impl Strategy<Value = Sizes> {
+    let head = prop_oneof![Just(8usize), Just(16), 1usize..9];
+    let vocabulary = prop_oneof![3usize..20, Just(64), 250usize..300];
+    (1usize..4, 1usize..40, 1usize..5, head, vocabulary, 0f32..0.6).prop_map(
+        |(batch, context, heads, head_size, vocabulary, probability)| Sizes {
+            batch,
+            context,
+            heads,
+            head_size,
+            vocabulary,
+            probability,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(if std::env::var_os("EBBTIDE_SOAK").is_some() { 500 } else { 10 }))]
+
+    #[test]
+    fn kernels_give_what_the_cpu_gives(
+        sizes in sizes(), mix in any::<u64>(), offset in prop_oneof![Just(0usize), Just(1), Just(8)], seed in any::<u64>(),
+    ) {
+        every_op_agrees(sizes, mix, offset, seed);
+    }
+}
