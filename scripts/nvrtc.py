@@ -8,7 +8,12 @@ import re
 import sys
 import sysconfig
 
-TEST_KERNELS = ["tests/sim/ptx/tests/kernels/*.cu", "tests/sim/cuda/tests/kernels/*.cu"]
+TEST_KERNELS = "tests/sim/ptx/tests/kernels/*.cu"
+KERNELS = "kernels/cuda/*.cu"
+PTX = "kernels/cuda/ptx"
+# What the kernels take of a multiprocessor, from the oldest architecture with what they need to the newest that NVRTC knows.
+TABLE = "kernels/cuda/resources.tsv"
+TABLE_ARCHITECTURES = ["80", "90", "120"]
 
 
 def libraries():
@@ -35,27 +40,72 @@ def check(nvrtc, code):
         sys.exit("cuda-compile: " + nvrtc.nvrtcGetErrorString(code).decode())
 
 
-def compile_file(nvrtc, includes, path, architecture, verbose):
-    """The PTX of `path` for `architecture`, such as "80"; the compiler's log goes to stderr, and an error ends the run."""
+def compile_file(nvrtc, includes, path, architecture):
+    """The PTX of `path` for `architecture`, such as "80", and the compiler's log; an error ends the run."""
     program = ctypes.c_void_p()
     with open(path, "rb") as file:
         source = file.read()
     check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, os.path.basename(path).encode(), 0, None, None))
     options = [f"--gpu-architecture=sm_{architecture}", "--std=c++17", "-lineinfo", "-I" + os.path.dirname(path)]
     options += [f"-I{folder}" for folder in includes]
-    if verbose:
-        options.append("--ptxas-options=-v")
+    options.append("--ptxas-options=-v")
     encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     code = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
     log = text(nvrtc, program, "ProgramLog").strip()
-    if log:
-        print(log, file=sys.stderr)
     if code:
+        print(log, file=sys.stderr)
         sys.exit(f"cuda-compile: {path} does not compile for sm_{architecture}")
     ptx = text(nvrtc, program, "PTX")
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     # Source files by name alone: the PTX is the same wherever it was compiled.
-    return re.sub(r'(\.file\s+\d+ )".*/', r'\1"', ptx)
+    return re.sub(r'(\.file\s+\d+ )".*/', r'\1"', ptx), log
+
+
+def resources(log):
+    """Of each kernel of a log: registers a thread, bytes spilled, bytes of shared memory."""
+    for entry in log.split("Compiling entry function")[1:]:
+        name = re.search(r"'(\w+)'", entry).group(1)
+        number = lambda pattern: int((re.search(pattern, entry) or ["", "0"])[1])
+        spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
+        yield name, number(r"Used (\d+) registers"), spilled, number(r"(\d+) bytes smem")
+
+
+def checked_in(nvrtc, includes):
+    """Path and text of everything that is made from kernels and checked in."""
+    for path in sorted(glob.glob(TEST_KERNELS)):
+        yield path.removesuffix(".cu") + ".ptx", compile_file(nvrtc, includes, path, "80")[0]
+    rows = []
+    for path in sorted(glob.glob(KERNELS)):
+        for architecture in TABLE_ARCHITECTURES:
+            ptx, log = compile_file(nvrtc, includes, path, architecture)
+            rows += [(kernel, f"sm_{architecture}", *of_kernel) for kernel, *of_kernel in resources(log)]
+            if architecture == "80":
+                yield f"{PTX}/{os.path.basename(path).removesuffix('.cu')}.sm_80.ptx", ptx
+    spilling = [row for row in rows if row[3]]
+    if spilling:
+        sys.exit(f"cuda-compile: these kernels spill registers: {spilling}")
+    header = ("kernel", "architecture", "registers", "spilled bytes", "shared bytes")
+    yield TABLE, "".join("\t".join(map(str, row)) + "\n" for row in [header, *sorted(rows)])
+
+
+def update(nvrtc, includes, check_only):
+    """Writes what is checked in, or names what is not what its source gives."""
+    stale = []
+    for path, made in checked_in(nvrtc, includes):
+        before = open(path).read() if os.path.exists(path) else None
+        if before == made:
+            continue
+        stale.append(path)
+        if path == TABLE and before:
+            old, new = set(before.splitlines()), set(made.splitlines())
+            print("\n".join([f"- {row}" for row in sorted(old - new)] + [f"+ {row}" for row in sorted(new - old)]))
+        if not check_only:
+            with open(path, "w") as file:
+                file.write(made)
+            print(f"{path}: written")
+    if check_only and stale:
+        sys.exit(f"cuda-compile: not what the kernels' sources give: {', '.join(stale)}. scripts/cuda-compile.sh writes them anew.")
+    print(f"cuda-compile: {len(stale)} files differed")
 
 
 def main():
@@ -64,15 +114,19 @@ def main():
     parser.add_argument("-o", "--out", help="folder of the PTX; without it, NAME.ptx beside NAME.cu")
     parser.add_argument("-v", "--verbose", action="store_true")
     parser.add_argument("files", nargs="*")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if what is checked in is not what its source gives")
     arguments = parser.parse_args()
-    files = arguments.files or sorted(path for pattern in TEST_KERNELS for path in glob.glob(pattern))
+    if not arguments.files:
+        return update(*libraries(), arguments.check)
     architectures = arguments.architectures.split(",")
     if not arguments.out and len(architectures) > 1:
         sys.exit("cuda-compile: several architectures need --out")
     nvrtc, includes = libraries()
-    for path in files:
+    for path in arguments.files:
         for architecture in architectures:
-            ptx = compile_file(nvrtc, includes, path, architecture, arguments.verbose)
+            ptx, log = compile_file(nvrtc, includes, path, architecture)
+            if arguments.verbose:
+                print(log, file=sys.stderr)
             name = os.path.basename(path).removesuffix(".cu")
             out = f"{arguments.out}/{name}.sm_{architecture}.ptx" if arguments.out else path.removesuffix(".cu") + ".ptx"
             if arguments.out:

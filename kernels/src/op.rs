@@ -504,7 +504,7 @@ pub enum Op {
         /// One f32, updated.
         out: Slice,
     },
-    /// A 64-bit XXH3 checksum of the bytes, low word first.
+    /// A 64-bit checksum of the bytes, low word first. Which one is the backend's affair: it is compared on the device that made it.
     Checksum {
         /// Any dtype.
         input: Slice,

@@ -56,6 +56,13 @@ arguments! {
     BiasBackward { dout: Floats, workspace: Address, rows: u32, width: u32 }
     AddPartials { partials: Address, out: Address, blocks: u32, stride: u32, width: u32, unused: u32 }
 
+    Attention {
+        qkv: Floats, out: Floats, lse: Address, context: u32, heads: u32, head_size: u32, scale: f32, dropout: Dropout,
+    }
+    AttentionBackward {
+        dout: Floats, qkv: Floats, out: Floats, dqkv: Floats, lse: Address, workspace: Address,
+        context: u32, heads: u32, head_size: u32, scale: f32, dropout: Dropout,
+    }
     Embedding {
         tokens: Address, wte: Floats, wpe: Floats, out: Floats, context: u32, width: u32, count: u64,
         vocabulary: u32, unused: u32, dropout: Dropout, failure: Address, submission: u32, unused2: u32,

@@ -14,6 +14,7 @@ pub(crate) use plan::{Call, Product, Target};
 /// The kernels' code for compute capability 8.0, which later cards take too: a module a file of `kernels/cuda`.
 pub(crate) const MODULES: [(Module, &str); Module::COUNT] = [
     (Module::AdamW, include_str!("../../cuda/ptx/adamw.sm_80.ptx")),
+    (Module::Attention, include_str!("../../cuda/ptx/attention.sm_80.ptx")),
     (Module::Codecs, include_str!("../../cuda/ptx/codecs.sm_80.ptx")),
     (Module::CrossEntropy, include_str!("../../cuda/ptx/cross_entropy.sm_80.ptx")),
     (Module::Elementwise, include_str!("../../cuda/ptx/elementwise.sm_80.ptx")),
@@ -27,6 +28,7 @@ pub(crate) const MODULES: [(Module, &str); Module::COUNT] = [
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Module {
     AdamW,
+    Attention,
     Codecs,
     CrossEntropy,
     Elementwise,
@@ -37,5 +39,5 @@ pub(crate) enum Module {
 }
 
 impl Module {
-    pub(crate) const COUNT: usize = 8;
+    pub(crate) const COUNT: usize = 9;
 }

@@ -13,8 +13,11 @@ use super::{
     arguments::{self as args, Address, Dropout, Floats},
 };
 use crate::{
-    DType, Op, Slice,
-    op::{AdamW, CrossEntropy, GeluKind, Gemm, Layout, REDUCE_ROWS, Rounding, ScalerCounter},
+    DType, Error, Op, Result, Slice,
+    op::{
+        AdamW, Attention, AttentionBackward, AttentionShape, CrossEntropy, GeluKind, Gemm, Layout,
+        REDUCE_ROWS, Rounding, ScalerCounter,
+    },
 };
 
 /// Where things are while a plan runs.
@@ -75,6 +78,10 @@ const MOST_BLOCKS: u64 = 8192;
 const MOST_PARTIALS: u64 = 1024;
 /// Threads of the kernels that sum columns: 16 warps, as they have it.
 const COLUMN_THREADS: u32 = 512;
+/// Threads of the kernels of attention: 4 warps, as they have it.
+const ATTENTION_THREADS: u32 = 128;
+/// The largest head that attention takes.
+pub(crate) const HEAD_SIZE: usize = 128;
 /// Bytes that a wide access is aligned to.
 const WIDE_BYTES: u64 = 16;
 
@@ -86,10 +93,23 @@ macro_rules! kernel {
 }
 
 /// What to run for an op that passed [`Op::check`], in order. Transfers and custom ops are the backend's own.
-pub(crate) fn plan(op: &Op, target: &Target) -> Vec<Call> {
+///
+/// # Errors
+/// [`Error::BadConstant`] if a head of attention is larger than [`HEAD_SIZE`].
+pub(crate) fn plan(op: &Op, target: &Target) -> Result<Vec<Call>> {
+    if let Op::Attention(Attention { shape, .. }) | Op::AttentionBackward(AttentionBackward { shape, .. }) =
+        op
+        && shape.head_size > HEAD_SIZE
+    {
+        return Err(Error::BadConstant {
+            op: op.name().to_string(),
+            expected: format!("a head size of at most {HEAD_SIZE}, as the CUDA kernels have it"),
+            found: shape.head_size.to_string(),
+        });
+    }
     let mut plan = Plan { target: *target, calls: Vec::new() };
     plan.op(op);
-    plan.calls
+    Ok(plan.calls)
 }
 
 struct Plan {
@@ -246,7 +266,8 @@ impl Plan {
                 self.add_partials(workspace, &op.dweight, blocks, 2 * width, width);
                 self.add_partials(workspace + 4 * u64::from(width), &op.dbias, blocks, 2 * width, width);
             }
-            Op::Attention(_) | Op::AttentionBackward(_) => {} // ATTENTION
+            Op::Attention(op) => self.attention(op),
+            Op::AttentionBackward(op) => self.attention_backward(op),
             Op::Embedding(op) => {
                 let argument = args::Embedding {
                     tokens: self.address(&op.tokens),
@@ -482,6 +503,51 @@ impl Plan {
         };
         let grid = [op.m.div_ceil(TILE) as u32, op.n.div_ceil(TILE) as u32];
         self.launch(Module::Gemm, "gemm", grid, THREADS, &argument);
+    }
+
+    fn attention(&mut self, op: &Attention) {
+        const QUERIES: usize = 16;
+        let AttentionShape { batch, context, heads, head_size, scale } = op.shape;
+        let argument = args::Attention {
+            qkv: self.floats(&op.qkv),
+            out: self.floats(&op.out),
+            lse: self.address(&op.lse),
+            context: context as u32,
+            heads: heads as u32,
+            head_size: head_size as u32,
+            scale,
+            dropout: Dropout::new(op.dropout.as_ref()),
+        };
+        let name = if head_size <= 64 { "attention_64" } else { "attention_128" };
+        let grid = [(batch * heads) as u32, context.div_ceil(QUERIES) as u32];
+        self.launch(Module::Attention, name, grid, ATTENTION_THREADS, &argument);
+    }
+
+    fn attention_backward(&mut self, op: &AttentionBackward) {
+        const SUMS: usize = 4;
+        const ROWS: usize = 8;
+        let AttentionShape { batch, context, heads, head_size, scale } = op.shape;
+        let argument = args::AttentionBackward {
+            dout: self.floats(&op.dout),
+            qkv: self.floats(&op.qkv),
+            out: self.floats(&op.out),
+            dqkv: self.floats(&op.dqkv),
+            lse: self.address(&op.lse),
+            workspace: self.address(&op.workspace),
+            context: context as u32,
+            heads: heads as u32,
+            head_size: head_size as u32,
+            scale,
+            dropout: Dropout::new(op.dropout.as_ref()),
+        };
+        let [queries, keys] = match head_size <= 64 {
+            true => ["attention_backward_queries_64", "attention_backward_keys_64"],
+            false => ["attention_backward_queries_128", "attention_backward_keys_128"],
+        };
+        for (name, rows) in [("attention_row_sums", SUMS), (queries, ROWS), (keys, ROWS)] {
+            let grid = [(batch * heads) as u32, context.div_ceil(rows) as u32];
+            self.launch(Module::Attention, name, grid, ATTENTION_THREADS, &argument);
+        }
     }
 
     fn cross_entropy(&mut self, op: &CrossEntropy) {
