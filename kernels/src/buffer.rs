@@ -304,6 +304,11 @@ impl HostSlice {
         self.block.is_busy()
     }
 
+    /// The block, and the bytes of it.
+    pub(crate) fn place(&self) -> (&HostBlock, Range<usize>) {
+        (&self.block, self.start..self.start + self.len)
+    }
+
     /// Lets go of the buffer's accounting; the block itself lives until the op is done.
     pub(crate) fn detach(&mut self) {
         self.owner = None;

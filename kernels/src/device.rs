@@ -2,9 +2,11 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    fmt,
     ops::Range,
+    str::FromStr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, Once, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -13,7 +15,7 @@ use crate::{
     Category, DType, Element, Error, FileSlice, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Result,
     Slice, SpillFile, SpillOptions,
     arena::{ALIGNMENT, Arena},
-    backend::{Backend, Job, SimOptions, cpu::CpuBackend, sim::SimBackend},
+    backend::{Backend, Job, SimOptions, cpu::CpuBackend, cuda::CudaBackend, sim::SimBackend},
     buffer::{Buffer, HostInner},
     ledger::Ledger,
     memory::{HostBlock, Memory},
@@ -22,12 +24,73 @@ use crate::{
     spill::FileBlock,
 };
 
+/// Which device to open: `cpu`, `cuda` or `cuda:N`, or `best`, which is [`Device::best`]'s choice.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// The CPU.
+    #[default]
+    Cpu,
+    /// A CUDA device, by number.
+    Cuda(usize),
+    /// The first CUDA device, or else the CPU.
+    Best,
+}
+
+impl fmt::Display for DeviceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            DeviceKind::Cpu => f.write_str("cpu"),
+            DeviceKind::Cuda(0) => f.write_str("cuda"),
+            DeviceKind::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            DeviceKind::Best => f.write_str("best"),
+        }
+    }
+}
+
+impl FromStr for DeviceKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let unknown = || format!("`{text}` is no device: expected `cpu`, `cuda`, `cuda:N` or `best`");
+        match text {
+            "cpu" => Ok(DeviceKind::Cpu),
+            "cuda" => Ok(DeviceKind::Cuda(0)),
+            "best" => Ok(DeviceKind::Best),
+            _ => {
+                let ordinal = text.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+                ordinal.map(DeviceKind::Cuda).ok_or_else(unknown)
+            }
+        }
+    }
+}
+
+/// How a device of any kind is set up.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceOptions {
+    /// Which.
+    pub kind: DeviceKind,
+    /// Threads of the CPU's kernels; the machine's cores if not given.
+    pub threads: Option<usize>,
+    /// Most bytes the device may hold.
+    pub budget_bytes: Option<usize>,
+}
+
 /// How a CPU device is set up.
 #[derive(Clone, Debug, Default)]
 pub struct CpuOptions {
     /// Threads of the kernels; the machine's cores if not given. Results do not depend on it.
     pub threads: Option<usize>,
     /// Most bytes the device may hold; only the machine limits it if not given.
+    pub budget_bytes: Option<usize>,
+}
+
+/// How a CUDA device is set up.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// The device's number, as the driver counts.
+    pub ordinal: usize,
+    /// Bytes that the device may hold, taken from the driver at the start; nearly all that are free if not given. Beside them
+    /// a stream that computes has 33 MiB, and the driver's context some hundreds of MiB.
     pub budget_bytes: Option<usize>,
 }
 
@@ -106,6 +169,61 @@ impl Device {
         Ok(Self::new(Backend::Cpu(backend), memory.len(), options.budget_bytes))
     }
 
+    /// A device of the kind asked for.
+    ///
+    /// # Errors
+    /// As for [`Device::cpu_with`] and [`Device::cuda_with`].
+    pub fn open(options: &DeviceOptions) -> Result<Self> {
+        let &DeviceOptions { kind, threads, budget_bytes } = options;
+        match kind {
+            DeviceKind::Cpu => Self::cpu_with(CpuOptions { threads, budget_bytes }),
+            DeviceKind::Cuda(ordinal) => Self::cuda_with(CudaOptions { ordinal, budget_bytes }),
+            DeviceKind::Best => Self::best_with(threads, budget_bytes),
+        }
+    }
+
+    /// A CUDA device, with nearly all of its free memory.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] where it cannot be used: the driver, cuBLASLt or the device is not there, or is too old. [`Error::Driver`] if
+    /// the driver fails.
+    pub fn cuda(ordinal: usize) -> Result<Self> {
+        Self::cuda_with(CudaOptions { ordinal, ..CudaOptions::default() })
+    }
+
+    /// A CUDA device.
+    ///
+    /// # Errors
+    /// As for [`Device::cuda`]; and [`CudaUnavailable::Memory`](crate::CudaUnavailable::Memory) if the card does not hold the budget.
+    pub fn cuda_with(options: CudaOptions) -> Result<Self> {
+        let (backend, capacity) = CudaBackend::new(options.ordinal, options.budget_bytes)?;
+        Ok(Self::new(Backend::Cuda(Box::new(backend)), capacity, options.budget_bytes))
+    }
+
+    /// The first CUDA device, or else the CPU; which of the two, and why, is said on the standard error stream once in a process.
+    ///
+    /// # Errors
+    /// As for [`Device::cpu`].
+    pub fn best() -> Result<Self> {
+        Self::best_with(None, None)
+    }
+
+    fn best_with(threads: Option<usize>, budget_bytes: Option<usize>) -> Result<Self> {
+        static SAID: Once = Once::new();
+        let (device, said) = match Self::cuda_with(CudaOptions { ordinal: 0, budget_bytes }) {
+            Ok(device) => {
+                let name = device.name().to_string();
+                (device, format!("running on {name}"))
+            }
+            Err(error) => (
+                Self::cpu_with(CpuOptions { threads, budget_bytes })?,
+                format!("running on the CPU: {error}"),
+            ),
+        };
+        SAID.call_once(|| eprintln!("ebbtide: {said}"));
+        Ok(device)
+    }
+
     /// The CPU's kernels under a seeded scheduler that runs ops in any order that the recorded waits allow, and checks
     /// every access; for tests. One seed is one schedule.
     ///
@@ -146,10 +264,19 @@ impl Device {
         }))
     }
 
-    /// The backend's name: `cpu`, `sim` or `dry`.
+    /// The card's name, or the backend's where there is no card.
+    pub fn name(&self) -> &str {
+        match &self.0.backend {
+            Backend::Cuda(backend) => backend.name(),
+            _ => self.backend_name(),
+        }
+    }
+
+    /// The backend's name: `cpu`, `cuda`, `sim` or `dry`.
     pub fn backend_name(&self) -> &'static str {
         match self.0.backend {
             Backend::Cpu(_) => "cpu",
+            Backend::Cuda(_) => "cuda",
             Backend::Sim(_) => "sim",
             Backend::Dry => "dry",
         }
@@ -167,6 +294,7 @@ impl Device {
         state.streams.push(StreamReport { name: name.to_string(), ..StreamReport::default() });
         match &self.0.backend {
             Backend::Cpu(backend) => backend.add_stream(name),
+            Backend::Cuda(backend) => backend.add_stream(),
             Backend::Sim(backend) => lock(backend).add_stream(name),
             Backend::Dry => {}
         }
@@ -215,8 +343,10 @@ impl Device {
             let in_use = self.0.lock().ledger.report().host_bytes;
             lock(backend).check_host(in_use, bytes).map_err(failed)?;
         }
-        let block =
-            HostBlock::new(bytes).ok_or_else(|| failed("the system has not that much".to_string()))?;
+        let block = match &self.0.backend {
+            Backend::Cuda(backend) => backend.host_block(bytes).map_err(failed)?,
+            _ => HostBlock::new(bytes).ok_or_else(|| failed("the system has not that much".to_string()))?,
+        };
         Ok(self.host(block, bytes, name))
     }
 
@@ -248,6 +378,10 @@ impl Device {
             bytes: 0,
             reason: cause.to_string(),
         })?;
+        let block = match &self.0.backend {
+            Backend::Cuda(backend) => block.pin_with(backend.pin_on_use()),
+            _ => block,
+        };
         Ok(self.host(block, 0, name))
     }
 
@@ -292,6 +426,7 @@ impl Device {
         let waited = self.0.wait(&tails);
         match &self.0.backend {
             Backend::Cpu(backend) => backend.take_error(),
+            Backend::Cuda(backend) => backend.take_error(),
             Backend::Sim(backend) => lock(backend).take_error(),
             Backend::Dry => waited,
         }
@@ -413,8 +548,10 @@ impl Shared {
                 Place::File(slice) => slice.access(operand.mode),
             });
         }
-        if let Backend::Cpu(backend) = &self.backend {
-            backend.throttle(stream);
+        match &self.backend {
+            Backend::Cpu(backend) => backend.throttle(stream),
+            Backend::Cuda(backend) => backend.check(&op)?,
+            _ => {}
         }
         let mut state = self.lock();
         for operand in op.operands() {
@@ -443,6 +580,7 @@ impl Shared {
         // The backend is handed the op under the lock, so that queues fill in the order of the stamps.
         match &self.backend {
             Backend::Cpu(backend) => backend.enqueue(Job { stamp, op, waits }),
+            Backend::Cuda(backend) => backend.enqueue(Job { stamp, op, waits }),
             Backend::Sim(backend) => lock(backend).enqueue(Job { stamp, op, waits }, &accesses),
             Backend::Dry => {}
         }
@@ -455,6 +593,7 @@ impl Shared {
     fn wait(&self, stamps: &[Stamp]) -> Result<()> {
         match &self.backend {
             Backend::Cpu(backend) => backend.wait(stamps),
+            Backend::Cuda(backend) => backend.wait(stamps),
             Backend::Sim(backend) => lock(backend).wait(stamps),
             Backend::Dry => Ok(()),
         }

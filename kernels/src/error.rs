@@ -117,12 +117,100 @@ pub enum Error {
         /// The system's reason.
         message: String,
     },
+    /// A CUDA device cannot be used.
+    #[error("CUDA device {ordinal} cannot be used: {reason}")]
+    Cuda {
+        /// The device's number.
+        ordinal: usize,
+        /// Why, and what would help.
+        reason: CudaUnavailable,
+    },
+    /// The CUDA driver, or a library of it, failed. After what it calls a sticky error the device is lost to this process.
+    #[error("{doing}: {call} failed: {error}")]
+    Driver {
+        /// What was being done.
+        doing: String,
+        /// The function that said so.
+        call: &'static str,
+        /// Its name for the error.
+        error: String,
+    },
     /// The system could not give what the device needs at start.
     #[error("cannot start the device: {0}")]
     Start(String),
     /// The simulated device saw an access that nothing orders, or a read of bytes never written.
     #[error("simulation: {0}")]
     Violation(String),
+}
+
+/// Why a CUDA device cannot be used.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CudaUnavailable {
+    /// There is no driver.
+    #[error(
+        "no NVIDIA driver was found: looked for libcuda.so (nvcuda.dll on Windows) where the system looks for libraries; \
+         install the driver of the card, 580 or newer"
+    )]
+    NoDriver,
+    /// The driver does not start.
+    #[error("the NVIDIA driver does not start: cuInit says {error}")]
+    Start {
+        /// Its name for the error.
+        error: String,
+    },
+    /// The driver is too old for the kernels' code.
+    #[error(
+        "its driver is of CUDA {}.{}, and {}.{} or newer is needed: install the NVIDIA driver 580 or newer",
+        found / 1000, found % 1000 / 10, needed / 1000, needed % 1000 / 10
+    )]
+    OldDriver {
+        /// The driver's version, 1000 · major + 10 · minor.
+        found: usize,
+        /// The oldest that will do.
+        needed: usize,
+    },
+    /// There is no such device.
+    #[error("the driver has {count} devices, numbered from 0")]
+    NoDevice {
+        /// Devices that there are.
+        count: usize,
+    },
+    /// The card is too old.
+    #[error(
+        "{name} is of compute capability {}.{}, which lacks {}; 8.0 (Ampere) or newer is needed",
+        capability.0, capability.1, missing.join(", ")
+    )]
+    OldCard {
+        /// The card's name.
+        name: String,
+        /// Major and minor.
+        capability: (i32, i32),
+        /// Features that the kernels need and it does not have.
+        missing: Vec<&'static str>,
+    },
+    /// There is no cuBLASLt.
+    #[error(
+        "cuBLASLt was not found: looked for libcublasLt.so.13 (cublasLt64_13.dll on Windows) where the system looks for libraries; \
+         install CUDA 13's cuBLAS, of which `pip install nvidia-cublas` has a copy for LD_LIBRARY_PATH"
+    )]
+    NoCublasLt,
+    /// The card's memory does not hold the budget.
+    #[error(
+        "a memory budget of {} is asked for, and of the {} of {name} the driver has {} free: others hold {}. A budget of {} would fit",
+        bytes(*wanted), bytes(*total), bytes(*free), bytes(total.saturating_sub(*free)), bytes(*fitting)
+    )]
+    Memory {
+        /// The card's name.
+        name: String,
+        /// The budget, in bytes.
+        wanted: usize,
+        /// Bytes that the driver has free.
+        free: usize,
+        /// Bytes of the card.
+        total: usize,
+        /// The largest budget that would have fitted.
+        fitting: usize,
+    },
 }
 
 /// The facts of an allocation that does not fit.

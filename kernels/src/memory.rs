@@ -1,4 +1,4 @@
-//! The bytes behind the CPU backends: one anonymous map for the device, zeroed blocks for the host.
+//! The bytes behind the CPU backends, one anonymous map for the device, and the host's zeroed blocks.
 //!
 //! This file is where addresses become Rust slices; the rest of the crate handles offsets.
 
@@ -11,6 +11,7 @@ use std::{
 
 use crate::{
     DType, Element, Slice,
+    backend::cuda::{PinOnUse, PinnedBlock},
     cpu::{
         float::{FloatParts, Floats},
         threads::Parts,
@@ -158,10 +159,25 @@ const HOST_ALIGNMENT: usize = 4096;
 pub(crate) struct HostBlock {
     start: NonNull<u8>,
     len: usize,
-    /// Where the memory is a map; else it is the allocator's.
-    map: Option<memmap2::MmapRaw>,
+    owner: Owner,
     /// The host is reading or writing it; guarded by the device's lock.
     pub(crate) busy: AtomicBool,
+}
+
+/// Where a block's memory is from.
+enum Owner {
+    Allocator,
+    Map {
+        _map: memmap2::MmapRaw,
+    },
+    Pinned {
+        _block: PinnedBlock,
+    },
+    /// What pins it goes before it does.
+    PinnedOnUse {
+        pin: PinOnUse,
+        _map: memmap2::MmapRaw,
+    },
 }
 
 // SAFETY: the block is plain memory; who may touch it when is decided by the order layer and the `busy` flag.
@@ -179,7 +195,13 @@ impl HostBlock {
         let layout = Self::layout(len)?;
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(HostBlock { start, len, map: None, busy: AtomicBool::new(false) })
+        Some(HostBlock { start, len, owner: Owner::Allocator, busy: AtomicBool::new(false) })
+    }
+
+    /// Pinned memory of `len` bytes, zeroed.
+    pub(crate) fn pinned(block: PinnedBlock, len: usize) -> Self {
+        let start = block.start();
+        HostBlock { start, len, owner: Owner::Pinned { _block: block }, busy: AtomicBool::new(false) }
     }
 
     /// Address space whose pages are taken from the system when first touched: as much as it allows.
@@ -190,7 +212,28 @@ impl HostBlock {
     fn of_map(map: memmap2::MmapMut) -> io::Result<Self> {
         let map = memmap2::MmapRaw::from(map);
         let start = NonNull::new(map.as_mut_ptr()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(HostBlock { start, len: map.len(), map: Some(map), busy: AtomicBool::new(false) })
+        Ok(HostBlock { start, len: map.len(), owner: Owner::Map { _map: map }, busy: AtomicBool::new(false) })
+    }
+
+    /// The same block, whose parts a backend pins as it uses them.
+    pub(crate) fn pin_with(mut self, pin: PinOnUse) -> Self {
+        self.owner = match std::mem::replace(&mut self.owner, Owner::Allocator) {
+            Owner::Map { _map } => Owner::PinnedOnUse { pin, _map },
+            other => other,
+        };
+        self
+    }
+
+    /// What pins the block's parts, where that is left to be done.
+    pub(crate) fn pinned_on_use(&self) -> Option<&PinOnUse> {
+        match &self.owner {
+            Owner::PinnedOnUse { pin, .. } => Some(pin),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
     }
 
     /// Takes every page from the system now, not when it is first used.
@@ -237,7 +280,7 @@ impl HostBlock {
 
 impl Drop for HostBlock {
     fn drop(&mut self) {
-        if self.map.is_none()
+        if matches!(self.owner, Owner::Allocator)
             && let Some(layout) = Self::layout(self.len)
         {
             // SAFETY: allocated in `new` with the same layout.

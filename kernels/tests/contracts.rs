@@ -8,7 +8,7 @@ use common::{
     ops::{New, OPS, SMALL, Sizes, adamw, operands, write_inputs},
 };
 use ebbtide_kernels::{
-    Category, DType, Device, Error, Op, SimOptions, Slice,
+    Category, CudaUnavailable, DType, Device, DeviceKind, Error, Op, SimOptions, Slice,
     op::{AdamW, CrossEntropy, EmbeddingBackward, Mode},
 };
 use proptest::prelude::*;
@@ -26,6 +26,38 @@ fn results(device: Device, make: fn(Sizes, New<'_>) -> Op, sizes: Sizes, seed: u
     };
     let written = operands(&op).into_iter().filter(|(_, _, mode)| *mode != Mode::Read);
     written.map(|(_, slice, _)| bytes(slice)).collect()
+}
+
+#[test]
+fn a_cuda_device_that_is_not_there_is_a_typed_error() {
+    let Err(Error::Cuda { ordinal, reason }) = Device::cuda(9999) else { panic!("there is no such device") };
+    assert_eq!(ordinal, 9999);
+    let message = reason.to_string();
+    match reason {
+        CudaUnavailable::NoDriver => assert!(message.contains("looked for libcuda.so"), "{message}"),
+        CudaUnavailable::NoDevice { count } => assert!(message.contains(&count.to_string()), "{message}"),
+        other => panic!("{other}"),
+    }
+    // Whatever there is, something runs.
+    let device = Device::best().unwrap();
+    assert!(["cpu", "cuda"].contains(&device.backend_name()));
+}
+
+#[test]
+fn devices_have_names() {
+    for (text, kind) in [
+        ("cpu", DeviceKind::Cpu),
+        ("cuda", DeviceKind::Cuda(0)),
+        ("cuda:3", DeviceKind::Cuda(3)),
+        ("best", DeviceKind::Best),
+    ] {
+        assert_eq!(text.parse(), Ok(kind));
+        assert_eq!(kind.to_string(), text);
+    }
+    for text in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CPU"] {
+        let error = text.parse::<DeviceKind>().unwrap_err();
+        assert!(error.contains("expected `cpu`, `cuda`"), "{error}");
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
-//! Who runs the ops: [`cpu`] for real, [`sim`] for tests, or nobody (a dry device).
+//! Who runs the ops: [`cpu`] and [`cuda`] for real, [`sim`] for tests, or nobody (a dry device).
 
 pub(crate) mod cpu;
+pub(crate) mod cuda;
 pub(crate) mod sim;
 
 use std::sync::Mutex;
@@ -11,6 +12,7 @@ pub use sim::{DropWaits, SimOptions};
 
 pub(crate) enum Backend {
     Cpu(cpu::CpuBackend),
+    Cuda(Box<cuda::CudaBackend>),
     Sim(Box<Mutex<sim::SimBackend>>),
     Dry,
 }

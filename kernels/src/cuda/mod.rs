@@ -9,7 +9,7 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use plan::{Call, Product, Target};
+pub(crate) use plan::{Call, FAILURE_WORDS, Launch, Product, SCRATCH_BYTES, Target, check, plan};
 
 /// The kernels' code for compute capability 8.0, which later cards take too: a module a file of `kernels/cuda`.
 pub(crate) const MODULES: [(Module, &str); Module::COUNT] = [

@@ -42,14 +42,24 @@ pub(crate) const FAILURE_WORDS: usize = 4;
 /// One thing to hand to the driver or a library of it.
 #[derive(Clone, Debug)]
 pub(crate) enum Call {
-    /// A kernel; its one argument is these bytes.
-    Launch { module: Module, kernel: &'static str, grid: [u32; 2], block: u32, argument: Vec<u8> },
-    /// A product.
-    Product(Product),
+    /// A kernel.
+    Launch(Launch),
+    /// A product, and the launch of our own that gives it where cuBLASLt has no algorithm.
+    Product(Product, Launch),
     /// Bytes within device memory.
     Copy { from: Address, to: Address, bytes: usize },
     /// One byte, again and again.
     Set { at: Address, value: u8, bytes: usize },
+}
+
+/// A kernel; its one argument is bytes.
+#[derive(Clone, Debug)]
+pub(crate) struct Launch {
+    pub(crate) module: Module,
+    pub(crate) kernel: &'static str,
+    pub(crate) grid: [u32; 2],
+    pub(crate) block: u32,
+    pub(crate) argument: Vec<u8>,
 }
 
 /// `out = a · b (+ bias) (+ out)` as [`Gemm`] has it, operands of one dtype.
@@ -92,24 +102,30 @@ macro_rules! kernel {
     };
 }
 
-/// What to run for an op that passed [`Op::check`], in order. Transfers and custom ops are the backend's own.
+/// Whether there are kernels for an op that passed [`Op::check`].
 ///
 /// # Errors
 /// [`Error::BadConstant`] if a head of attention is larger than [`HEAD_SIZE`].
-pub(crate) fn plan(op: &Op, target: &Target) -> Result<Vec<Call>> {
-    if let Op::Attention(Attention { shape, .. }) | Op::AttentionBackward(AttentionBackward { shape, .. }) =
-        op
-        && shape.head_size > HEAD_SIZE
-    {
-        return Err(Error::BadConstant {
-            op: op.name().to_string(),
-            expected: format!("a head size of at most {HEAD_SIZE}, as the CUDA kernels have it"),
-            found: shape.head_size.to_string(),
-        });
+pub(crate) fn check(op: &Op) -> Result<()> {
+    match op {
+        Op::Attention(Attention { shape, .. }) | Op::AttentionBackward(AttentionBackward { shape, .. })
+            if shape.head_size > HEAD_SIZE =>
+        {
+            Err(Error::BadConstant {
+                op: op.name().to_string(),
+                expected: format!("a head size of at most {HEAD_SIZE}, as the CUDA kernels have it"),
+                found: shape.head_size.to_string(),
+            })
+        }
+        _ => Ok(()),
     }
+}
+
+/// What to run for an op that passed [`check`], in order. Transfers, files and custom ops are the backend's own: nothing here.
+pub(crate) fn plan(op: &Op, target: &Target) -> Vec<Call> {
     let mut plan = Plan { target: *target, calls: Vec::new() };
     plan.op(op);
-    Ok(plan.calls)
+    plan.calls
 }
 
 struct Plan {
@@ -460,7 +476,8 @@ impl Plan {
         let fits_scratch = op.n * op.out.dtype().size_bytes() <= SCRATCH_BYTES;
         let out_fits = matches!(op.out.dtype(), DType::F32) || op.out.dtype() == op.a.dtype();
         if op.k == 0 || op.a.dtype() != op.b.dtype() || !out_fits || (op.bias.is_some() && !fits_scratch) {
-            self.own_gemm(op);
+            let launch = self.own_gemm(op);
+            self.calls.push(Call::Launch(launch));
             return;
         }
         let mut bias = op.bias.as_ref().map_or(0, |bias| self.address(bias));
@@ -471,7 +488,7 @@ impl Plan {
             self.each(Module::Elementwise, kernel!("cast", wide), wide, own, &argument);
             bias = self.target.scratch;
         }
-        self.calls.push(Call::Product(Product {
+        let product = Product {
             a: self.address(&op.a),
             b: self.address(&op.b),
             out: self.address(&op.out),
@@ -484,10 +501,12 @@ impl Plan {
             m: op.m,
             n: op.n,
             k: op.k,
-        }));
+        };
+        let own = self.own_gemm(op);
+        self.calls.push(Call::Product(product, own));
     }
 
-    fn own_gemm(&mut self, op: &Gemm) {
+    fn own_gemm(&self, op: &Gemm) -> Launch {
         const TILE: usize = 64;
         let argument = args::Gemm {
             a: self.floats(&op.a),
@@ -502,7 +521,8 @@ impl Plan {
             accumulate: u32::from(op.accumulate),
         };
         let grid = [op.m.div_ceil(TILE) as u32, op.n.div_ceil(TILE) as u32];
-        self.launch(Module::Gemm, "gemm", grid, THREADS, &argument);
+        let argument = bytes_of(&argument).to_vec();
+        Launch { module: Module::Gemm, kernel: "gemm", grid, block: THREADS, argument }
     }
 
     fn attention(&mut self, op: &Attention) {
@@ -645,7 +665,7 @@ impl Plan {
             return;
         }
         let argument = bytes_of(argument).to_vec();
-        self.calls.push(Call::Launch { module, kernel, grid, block, argument });
+        self.calls.push(Call::Launch(Launch { module, kernel, grid, block, argument }));
     }
 
     fn address(&self, slice: &Slice) -> Address {
