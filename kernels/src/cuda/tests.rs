@@ -10,18 +10,16 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::{Call, FAILURE_WORDS, Launch, MODULES, Module, Product, SCRATCH_BYTES, Target, check, plan};
-use crate::{
-    DType, Op, Slice,
-    op::{Gemm, Mode},
-};
+use crate::{DType, Op, Slice, op::Mode};
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
 
 use common::{
-    Bench, cpu,
+    Bench,
+    compare::{bytes_of, close, extra, floats, may_be_narrow, write_inputs},
+    cpu,
     ops::{self, New, OPS, SMALL, Sizes, operands},
-    random,
 };
 
 /// Addresses of a device: far from 0, and apart.
@@ -57,10 +55,10 @@ impl Pieces {
         Ok((piece, start..start + len))
     }
 
-    fn bytes(&mut self, at: u64, len: usize) -> Vec<u8> {
+    fn bytes(&mut self, at: u64, len: usize) -> Result<Vec<u8>, Problem> {
         let mut bytes = vec![0; len];
-        self.read(at, &mut bytes).unwrap();
-        bytes
+        self.read(at, &mut bytes)?;
+        Ok(bytes)
     }
 }
 
@@ -98,31 +96,32 @@ struct Touched {
     writes: Vec<Range<u64>>,
 }
 
-fn run(op: &Op, memory: &mut Pieces, seed: u64) -> Touched {
+fn run(op: &Op, memory: &mut Pieces, seed: u64) -> Result<Touched, String> {
     let mut touched = Touched::default();
+    let text = |problem: Problem| problem.to_string();
     check(op).unwrap();
     for call in plan(op, &TARGET) {
         match call {
-            Call::Launch(launch) => interpret(&launch, memory, &mut touched, seed),
+            Call::Launch(launch) => interpret(&launch, memory, &mut touched, seed)?,
             // Either is taken on a card.
-            Call::Product(_, own) if seed % 2 == 1 => interpret(&own, memory, &mut touched, seed),
-            Call::Product(product, _) => multiply(&product, memory, &mut touched),
+            Call::Product(_, own) if seed % 2 == 1 => interpret(&own, memory, &mut touched, seed)?,
+            Call::Product(product, _) => multiply(&product, memory, &mut touched).map_err(text)?,
             Call::Copy { from, to, bytes } => {
-                let copied = memory.bytes(from, bytes);
-                memory.write(to, &copied).unwrap();
+                let copied = memory.bytes(from, bytes).map_err(text)?;
+                memory.write(to, &copied).map_err(text)?;
                 touched.reads.push(from..from + bytes as u64);
                 touched.writes.push(to..to + bytes as u64);
             }
             Call::Set { at, value, bytes } => {
-                memory.write(at, &vec![value; bytes]).unwrap();
+                memory.write(at, &vec![value; bytes]).map_err(text)?;
                 touched.writes.push(at..at + bytes as u64);
             }
         }
     }
-    touched
+    Ok(touched)
 }
 
-fn interpret(launch: &Launch, memory: &mut Pieces, touched: &mut Touched, seed: u64) {
+fn interpret(launch: &Launch, memory: &mut Pieces, touched: &mut Touched, seed: u64) -> Result<(), String> {
     let Launch { module, kernel, grid, block, ref argument } = *launch;
     let launch = ebbtide_ptx::Launch {
         grid: [grid[0], grid[1], 1],
@@ -131,22 +130,23 @@ fn interpret(launch: &Launch, memory: &mut Pieces, touched: &mut Touched, seed: 
         seed,
         ..ebbtide_ptx::Launch::new(kernel)
     };
-    let report = code(module).launch(&launch, memory).unwrap_or_else(|error| panic!("{kernel}: {error}"));
+    let report = code(module).launch(&launch, memory).map_err(|error| format!("{kernel}: {error}"))?;
     touched.reads.extend(report.reads);
     touched.writes.extend(report.writes);
+    Ok(())
 }
 
 /// What a library of products does.
-fn multiply(product: &Product, memory: &mut Pieces, touched: &mut Touched) {
+fn multiply(product: &Product, memory: &mut Pieces, touched: &mut Touched) -> Result<(), Problem> {
     let Product { m, n, k, input_dtype, out_dtype, .. } = *product;
     let mut read = |at: u64, len: usize, dtype: DType| {
         let bytes = len * dtype.size_bytes();
         touched.reads.push(at..at + bytes as u64);
-        floats(&memory.bytes(at, bytes), dtype)
+        Ok(floats(&memory.bytes(at, bytes)?, dtype))
     };
-    let (a, b) = (read(product.a, m * k, input_dtype), read(product.b, k * n, input_dtype));
-    let bias = if product.bias == 0 { vec![0.0; n] } else { read(product.bias, n, out_dtype) };
-    let before = if product.accumulate { read(product.out, m * n, out_dtype) } else { vec![0.0; m * n] };
+    let (a, b) = (read(product.a, m * k, input_dtype)?, read(product.b, k * n, input_dtype)?);
+    let bias = if product.bias == 0 { vec![0.0; n] } else { read(product.bias, n, out_dtype)? };
+    let before = if product.accumulate { read(product.out, m * n, out_dtype)? } else { vec![0.0; m * n] };
     let mut out = Vec::new();
     for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {
         let of_a = |i| if product.a_transposed { a[i * m + row] } else { a[row * k + i] };
@@ -159,43 +159,37 @@ fn multiply(product: &Product, memory: &mut Pieces, touched: &mut Touched) {
             _ => out.extend(value.to_le_bytes()),
         }
     }
-    memory.write(product.out, &out).unwrap();
+    memory.write(product.out, &out)?;
     touched.writes.push(product.out..product.out + out.len() as u64);
+    Ok(())
 }
 
-fn floats(bytes: &[u8], dtype: DType) -> Vec<f32> {
-    match dtype {
-        DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-        DType::BF16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        DType::U8 => bytes.iter().map(|&b| f32::from(b)).collect(),
-        DType::U32 | DType::I32 => {
-            bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]) as f32).collect()
+fn addresses(slice: &Slice) -> Range<u64> {
+    let start = BASE + slice.range().start as u64;
+    start..start + slice.bytes() as u64
+}
+
+/// What an op may touch, its inputs as they are.
+fn memory(bench: &Bench, op: &Op) -> Pieces {
+    let mut memory = Pieces::default();
+    memory.add(SCRATCH, vec![0; SCRATCH_BYTES], false);
+    memory.add(FAILURE, vec![0; 4 * FAILURE_WORDS], true);
+    for (_, slice, mode) in operands(op) {
+        match mode {
+            Mode::Write => memory.add(addresses(&slice).start, vec![0xCD; slice.bytes()], false),
+            Mode::Read | Mode::Update => memory.add(addresses(&slice).start, bytes_of(bench, &slice), true),
         }
     }
-}
-
-fn bytes_of(bench: &Bench, slice: &Slice) -> Vec<u8> {
-    bench.down(&slice.as_bytes())
+    memory
 }
 
 /// Runs the op both ways and holds them against each other. Its inputs have been written.
 fn agrees(bench: &Bench, op: &Op, terms: usize, seed: u64) {
-    let operands = operands(op);
-    let address = |slice: &Slice| BASE + slice.range().start as u64;
-    let mut memory = Pieces::default();
-    memory.add(SCRATCH, vec![0; SCRATCH_BYTES], false);
-    memory.add(FAILURE, vec![0; 4 * FAILURE_WORDS], true);
-    for (_, slice, mode) in &operands {
-        match mode {
-            Mode::Write => memory.add(address(slice), vec![0xCD; slice.bytes()], false),
-            Mode::Read | Mode::Update => memory.add(address(slice), bytes_of(bench, slice), true),
-        }
-    }
-    let touched = run(op, &mut memory, seed);
+    let mut memory = memory(bench, op);
+    let touched = run(op, &mut memory, seed).unwrap();
     bench.run(op.clone());
-    for (name, slice, mode) in &operands {
-        let range = address(slice)..address(slice) + slice.bytes() as u64;
+    for (name, slice, mode) in &operands(op) {
+        let range = addresses(slice);
         let within = |touched: &Range<u64>| touched.start < range.end && range.start < touched.end;
         let written = touched.writes.iter().any(within);
         assert!(!written || *mode != Mode::Read, "{op:?}: `{name}` is only read, and was written");
@@ -203,59 +197,12 @@ fn agrees(bench: &Bench, op: &Op, terms: usize, seed: u64) {
         if *mode == Mode::Read || *name == "workspace" || matches!(op, Op::Checksum { .. }) {
             continue;
         }
-        let found = floats(&memory.bytes(range.start, slice.bytes()), slice.dtype());
+        let found = floats(&memory.bytes(range.start, slice.bytes()).unwrap(), slice.dtype());
         let expected = floats(&bytes_of(bench, slice), slice.dtype());
-        // The library of products takes a bias of the result's type: biases, of at most 1 here, are rounded once more.
-        let extra = match op {
-            Op::Gemm(Gemm { bias: Some(bias), out, .. }) if bias.dtype() != out.dtype() => {
-                unit(out.dtype()) / 2.0
-            }
-            _ => 0.0,
-        };
-        close(&format!("{op:?} {name}"), &found, &expected, slice.dtype(), terms, extra);
+        close(&format!("{op:?} {name}"), &found, &expected, slice.dtype(), terms, extra(op));
     }
-    let failure = memory.bytes(FAILURE, 4);
+    let failure = memory.bytes(FAILURE, 4).unwrap();
     assert_eq!(failure, [0; 4], "{op:?}: no index is out of range");
-}
-
-/// Both compute in f32 and round once where they store: results may be neighbours of 16 bits. A sum of `terms` in another order is off
-/// by `terms · 2⁻²⁴` of the largest; the device's exponential, of 2 units in the last place, adds that much for each.
-fn close(what: &str, found: &[f32], expected: &[f32], dtype: DType, terms: usize, extra: f32) {
-    let unit = unit(dtype);
-    let largest = expected.iter().fold(1e-3f32, |largest, x| largest.max(x.abs()));
-    let sum = if unit == 0.0 { 0.0 } else { 3.0 * (terms + 8) as f32 * 2f32.powi(-24) * largest };
-    for (i, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-        let same = found.to_bits() == expected.to_bits();
-        let most = unit * expected.abs() + sum + extra;
-        assert!(
-            same || (found - expected).abs() <= most,
-            "{what}: [{i}] is {found}, not {expected} (at most {most} apart)"
-        );
-    }
-}
-
-/// The distance of neighbours about 1; for f32, of 16 of them.
-fn unit(dtype: DType) -> f32 {
-    match dtype {
-        DType::F16 => 2f32.powi(-10),
-        DType::BF16 => 2f32.powi(-7),
-        DType::F32 => 2f32.powi(-20),
-        DType::U8 | DType::U32 | DType::I32 => 0.0,
-    }
-}
-
-/// Whether operand `index` of the op may be of 16 bits.
-fn may_be_narrow(make: fn(Sizes, New<'_>) -> Op, bench: &Bench, index: usize) -> bool {
-    let mut at = 0;
-    let mut own = DType::F32;
-    let op = make(SMALL, &mut |len, dtype| {
-        at += 1;
-        if at - 1 == index {
-            own = dtype;
-        }
-        bench.alloc(len, if at - 1 == index { DType::F16 } else { dtype })
-    });
-    own == DType::F32 && op.check().is_ok()
 }
 
 fn all_agree(ops: &[fn(Sizes, New<'_>) -> Op], sizes: Sizes, mix: u64, offset: usize, seed: u64) {
@@ -279,17 +226,6 @@ fn all_agree(ops: &[fn(Sizes, New<'_>) -> Op], sizes: Sizes, mix: u64, offset: u
         write_inputs(&bench, &op, seed);
         let terms = sizes.rows().max(4 * sizes.width()).max(sizes.vocabulary);
         agrees(&bench, &op, terms, seed);
-    }
-}
-
-/// Numbers that make sense for each operand.
-fn write_inputs(bench: &Bench, op: &Op, seed: u64) {
-    common::ops::write_inputs(bench, op, seed);
-    for (name, slice, mode) in operands(op) {
-        if mode != Mode::Write && name == "rstd" {
-            let positive: Vec<f32> = random(seed, slice.len()).iter().map(|x| x.abs() + 0.1).collect();
-            bench.run(Op::Copy { input: bench.up(&positive), out: slice });
-        }
     }
 }
 
@@ -336,6 +272,35 @@ proptest! {
         ];
         all_agree(&ops, Sizes { batch, context, heads, head_size, ..SMALL }, mix, 0, seed);
     }
+}
+
+/// The last byte of an operand is taken away, which the op then does not declare: what touched it is caught.
+#[test]
+fn a_byte_that_no_operand_has_is_missed() {
+    let mut missed = 0;
+    for &make in OPS {
+        let bench = Bench::new(cpu(1));
+        let op = make(SMALL, &mut |len, dtype| bench.alloc(len, dtype));
+        write_inputs(&bench, &op, 3);
+        for seed in 0..2 {
+            let touched = run(&op, &mut memory(&bench, &op), seed).unwrap();
+            for (name, slice, _) in operands(&op) {
+                let (start, last) = (addresses(&slice).start, addresses(&slice).end - 1);
+                if !touched.reads.iter().chain(&touched.writes).any(|range| range.contains(&last)) {
+                    continue;
+                }
+                let mut memory = memory(&bench, &op);
+                let piece = memory.0.iter_mut().find(|piece| piece.start == start).unwrap();
+                piece.bytes.pop();
+                piece.written.pop();
+                let error = run(&op, &mut memory, seed).err();
+                let error = error.unwrap_or_else(|| panic!("{op:?}: `{name}` is a byte too short"));
+                assert!(error.contains("belong to no operand"), "{op:?} {name}: {error}");
+                missed += 1;
+            }
+        }
+    }
+    assert!(missed > 4 * OPS.len(), "{missed} operands");
 }
 
 #[test]

@@ -2,7 +2,9 @@
 
 #![allow(dead_code, unreachable_pub)] // Each test uses its part.
 
+pub(crate) mod compare;
 pub(crate) mod ops;
+pub(crate) mod programs;
 
 use ebbtide_kernels::{Category, CpuOptions, DType, Device, Element, Op, Slice, Stream};
 
