@@ -123,7 +123,7 @@ impl Slice {
     }
 
     /// The same memory as bytes.
-    pub(crate) fn as_bytes(&self) -> Slice {
+    pub fn as_bytes(&self) -> Slice {
         Slice { len: self.bytes(), dtype: DType::U8, ..self.clone() }
     }
 

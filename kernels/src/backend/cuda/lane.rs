@@ -196,7 +196,6 @@ impl Lane {
         event.record(&self.stream)?;
         let event = Arc::new(event);
         self.recorded.push_back((self.issued, event.clone()));
-        self.reap(pool)?;
         Ok(event)
     }
 
@@ -250,7 +249,8 @@ impl Lane {
         files.jobs.as_ref().ok_or_else(gone)?.send(FileJob { number, after, op }).map_err(|_| gone())
     }
 
-    fn reap(&mut self, pool: &mut EventPool) -> Result<()> {
+    /// Forgets what is done.
+    pub(super) fn reap(&mut self, pool: &mut EventPool) -> Result<()> {
         while let Some((number, event)) = self.recorded.front()
             && event.is_done()?
         {

@@ -262,6 +262,7 @@ impl CudaBackend {
             None if range.is_empty() => {}
             None => copy(lane, start.wrapping_add(range.start), 0, range.len())?,
         }
+        lane.reap(pool)?;
         lane.issued(stamp.number);
         lane.hold(stamp.number, slice.clone());
         lane.record(pool)?;
