@@ -3,6 +3,8 @@
 //! Cases are folders of `tests/golden`, or of the folder that `EBBTIDE_GOLDEN_DIR` names. Each holds the weights, one
 //! batch, and what a reference implementation gave in f32: see `tests/golden/README.md`.
 
+mod common;
+
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use ebbtide::{
@@ -12,7 +14,7 @@ use ebbtide::{
         hugging_face,
         optimizer::{AdamWOptions, Schedule},
     },
-    kernels::{Category, Device},
+    kernels::Category,
     offload::{OffloadOptions, policy::Builtin},
 };
 use safetensors::{Dtype, SafeTensors};
@@ -114,7 +116,7 @@ fn trainer(case: &Case, policy: Builtin) -> Trainer {
 fn trainer_at(case: &Case, policy: Builtin, precision: Precision) -> Trainer {
     let options = OffloadOptions { min_bytes: 0, ..Default::default() };
     let numerics = Numerics { precision, residual_f32: false };
-    let engine = Engine::with_numerics(&Device::cpu().unwrap(), policy.policy(), options, numerics).unwrap();
+    let engine = Engine::with_numerics(&common::device(), policy.policy(), options, numerics).unwrap();
     let model = Gpt2::new(&engine, case.config, 0, true).unwrap();
     hugging_face::load_weights(&engine, model.parameters(), &case.folder.join("weights.safetensors"))
         .unwrap();

@@ -4,7 +4,7 @@ mod common;
 
 use std::{fs, path::Path};
 
-use common::{batch, cpu, set_parameter, small, trainer_in};
+use common::{batch, device, set_parameter, small, trainer_in};
 use ebbtide::{
     engine::{
         Engine, Error, Init, Numerics, Parameters, ParametersBuilder, Precision, Trainer, TrainerOptions,
@@ -84,7 +84,7 @@ fn golden_grad_scaler() {
             floor: f32::MIN_POSITIVE,
             ..LossScalerOptions::default()
         };
-        let bench = Bench::new(&cpu(), options);
+        let bench = Bench::new(&device(), options);
         let (gradient, rate) = (floats(&run["grad"]), float("lr"));
         let mut parameters: Option<Vec<f32>> = None;
         for row in run["rows"].as_array().unwrap() {
@@ -182,7 +182,7 @@ proptest! {
         let options = LossScalerOptions { initial, floor, growth, backoff, interval, hysteresis, patience: 1000 };
         let start = ScalerState { scale: initial, growth: 0, overflows: 0, at_floor: 0, applied: 0, skipped: 0 };
         let mut model = Model { options, state: start };
-        let device = if simulated { Device::sim(SimOptions::default()).unwrap() } else { cpu() };
+        let device = if simulated { Device::sim(SimOptions::default()).unwrap() } else { device() };
         let bench = Bench::new(&device, options);
         for window in windows {
             let mut scaled: Vec<f32> = (0..len).map(|i| i as f32 * 1e-3 - 0.1).collect();
@@ -204,7 +204,7 @@ proptest! {
 /// 166 overflows take PyTorch's scale from 65,536 to 0, where it stays.
 #[test]
 fn the_scale_never_reaches_zero_and_comes_back() {
-    let bench = Bench::new(&cpu(), LossScalerOptions { interval: 2, ..LossScalerOptions::default() });
+    let bench = Bench::new(&device(), LossScalerOptions { interval: 2, ..LossScalerOptions::default() });
     for _ in 0..400 {
         assert!(bench.window(&[f32::INFINITY]).skipped);
     }
@@ -221,7 +221,7 @@ fn the_scale_never_reaches_zero_and_comes_back() {
 #[test]
 fn the_scale_never_reaches_infinity() {
     let options = LossScalerOptions { initial: 2f32.powi(126), interval: 1, ..LossScalerOptions::default() };
-    let bench = Bench::new(&cpu(), options);
+    let bench = Bench::new(&device(), options);
     for _ in 0..10 {
         assert!(!bench.window(&[1.0]).skipped);
     }
@@ -232,9 +232,9 @@ fn the_scale_never_reaches_infinity() {
 #[test]
 fn a_finite_scaled_gradient_whose_unscaled_value_overflows_is_skipped() {
     let options = LossScalerOptions { initial: 1e-20, floor: 1e-30, ..LossScalerOptions::default() };
-    let bench = Bench::new(&cpu(), options);
+    let bench = Bench::new(&device(), options);
     assert!(bench.window(&[1.0, 1e30]).skipped);
-    assert!(!Bench::new(&cpu(), options).window(&[1.0, 1e10]).skipped);
+    assert!(!Bench::new(&device(), options).window(&[1.0, 1e10]).skipped);
 }
 
 /// Matrices and the rest, of which an update sees gradients `scale` times too large.
@@ -247,7 +247,7 @@ struct Updated {
 
 impl Updated {
     fn new(scale: f32, clip: f32) -> Self {
-        let engine = engine_on(&cpu());
+        let engine = engine_on(&device());
         let mut builder = ParametersBuilder::default();
         builder.add("matrix", &[5, 7], Init::Normal { deviation: 1.0 });
         builder.add("bias", &[7], Init::Normal { deviation: 1.0 });
@@ -330,7 +330,7 @@ fn gpt2_trainer(
     schedule: Schedule,
     change: impl Fn(&Engine, &Gpt2),
 ) -> Trainer {
-    let engine = engine_on(&cpu());
+    let engine = engine_on(&device());
     let model = Gpt2::new(&engine, small(0.0), 11, true).unwrap();
     change(&engine, &model);
     let options = TrainerOptions { optimizer: AdamWOptions::default(), schedule, seed: 5, loss_scale };
@@ -372,7 +372,7 @@ fn accumulation_unscales_once() {
     let parts: Vec<_> = (0..4).map(|i| batch(&small(0.0), 2, 16, i)).collect();
     let run = |numerics: Numerics| {
         let mut trainer =
-            trainer_in(&cpu(), Builtin::Keep.policy(), OffloadOptions::default(), small(0.0), numerics)
+            trainer_in(&device(), Builtin::Keep.policy(), OffloadOptions::default(), small(0.0), numerics)
                 .unwrap();
         trainer.step(&parts).unwrap()
     };

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{batch, cpu, small, tiny_windows, trainer_on};
+use common::{batch, device, small, tiny_windows, trainer_on};
 use ebbtide::{
     engine::{
         Batch, Trainer,
@@ -37,10 +37,10 @@ fn gradients(mut trainer: Trainer) -> (f32, Vec<f32>) {
 fn the_codec_alone_decides() {
     let exact = OffloadOptions { min_bytes: 0, ..OffloadOptions::default() };
     for codec in ["f16", "bf16", "int8", "int8/64", "int8/256"] {
-        let expected = gradients(trainer(&cpu(), codec, exact.clone()));
+        let expected = gradients(trainer(&device(), codec, exact.clone()));
         let offload = format!("offload {codec}");
         for options in [exact.clone(), tiny_windows()] {
-            assert!(gradients(trainer(&cpu(), &offload, options)) == expected, "{offload}");
+            assert!(gradients(trainer(&device(), &offload, options)) == expected, "{offload}");
         }
         let slow_streams = vec!["offload out".to_string(), "offload in".to_string()];
         let sim = Device::sim(SimOptions { seed: 3, slow_streams, ..SimOptions::default() }).unwrap();
@@ -51,11 +51,11 @@ fn the_codec_alone_decides() {
 #[test]
 fn the_loss_is_exact_and_gradients_are_near() {
     let exact = OffloadOptions { min_bytes: 0, ..OffloadOptions::default() };
-    let (loss, expected) = gradients(trainer(&cpu(), "keep", exact.clone()));
+    let (loss, expected) = gradients(trainer(&device(), "keep", exact.clone()));
     let norm =
         |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
     let error = |policy: &str| {
-        let (found_loss, found) = gradients(trainer(&cpu(), policy, exact.clone()));
+        let (found_loss, found) = gradients(trainer(&device(), policy, exact.clone()));
         assert_eq!(found_loss, loss, "{policy}: forward is not touched");
         norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b)) / norm(&mut expected.iter().copied())
     };
@@ -70,7 +70,7 @@ fn the_loss_is_exact_and_gradients_are_near() {
 
 #[test]
 fn an_overflow_is_not_hidden() {
-    let mut trainer = trainer(&cpu(), "offload int8", tiny_windows());
+    let mut trainer = trainer(&device(), "offload int8", tiny_windows());
     let weight = trainer.model().parameters().get("transformer.h.1.mlp.c_fc.bias").unwrap().value;
     let one = weight.part(3..4).unwrap();
     let infinity = ebbtide::kernels::Op::Fill { out: one, value: f32::INFINITY };

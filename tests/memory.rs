@@ -2,14 +2,14 @@
 
 mod common;
 
-use common::{batch, bits, cpu, device_error, small, tiny_windows, trainer_in, trainer_on};
+use common::{batch, bits, device, device_error, device_with, small, tiny_windows, trainer_in, trainer_on};
 use ebbtide::{
     engine::{
         Batch, Numerics, Precision,
         gpt2::Gpt2Config,
         plan::{StepShape, least_budget, nearest_fit, plan},
     },
-    kernels::{CpuOptions, Device, Error, SimOptions},
+    kernels::{Device, Error, SimOptions},
     offload::{Expression, OffloadOptions, policy::Builtin},
 };
 
@@ -29,7 +29,7 @@ fn window(shape: &StepShape) -> Vec<Batch> {
 }
 
 fn budgeted(bytes: usize) -> Device {
-    Device::cpu_with(CpuOptions { threads: None, budget_bytes: Some(bytes) }).unwrap()
+    device_with(None, Some(bytes))
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn a_plan_is_exact() {
         for options in [OffloadOptions::default(), tiny_windows()] {
             let planned = plan(&shape, policy.clone(), &options, None).unwrap();
             let boxed = Box::new(policy.clone());
-            let mut trainer = trainer_in(&cpu(), boxed, options.clone(), shape.model, numerics).unwrap();
+            let mut trainer = trainer_in(&device(), boxed, options.clone(), shape.model, numerics).unwrap();
             let window = window(&shape);
             trainer.step(&window).unwrap();
             trainer.engine().offload().take_report();
@@ -68,7 +68,7 @@ fn the_least_budget_trains_with_the_same_bits_and_less_does_not_fit() {
     let shape = shape(small(0.1));
     let windows = vec![window(&shape), window(&shape)];
     let options = OffloadOptions { min_bytes: 0, ..OffloadOptions::default() };
-    let mut free = trainer_on(&cpu(), Builtin::Keep.policy(), options.clone(), shape.model).unwrap();
+    let mut free = trainer_on(&device(), Builtin::Keep.policy(), options.clone(), shape.model).unwrap();
     let expected = bits(&mut free, &windows).unwrap();
     for policy in Builtin::ALL {
         let least = least_budget(&shape, policy, &options).unwrap();

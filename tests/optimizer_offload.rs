@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{batch, bits, small, tiny_windows};
+use common::{batch, bits, device, small, tiny_windows};
 use ebbtide::{
     engine::{
         Engine, Numerics, Precision, Trainer, TrainerOptions, checkpoint,
@@ -82,7 +82,6 @@ fn checkpoints_do_not_depend_on_where_moments_are() {
     let folder = tempfile::tempdir().unwrap();
     let config = small(0.1);
     let step = |trainer: &mut Trainer, i| trainer.step(&[batch(&config, 2, 16, i)]).unwrap().loss;
-    let device = || Device::cpu().unwrap();
     let mut unbroken = trainer(&device(), config, Precision::F16, false);
     let losses: Vec<f32> = (0..6).map(|i| step(&mut unbroken, i)).collect();
     for (first, then) in [(true, false), (false, true)] {

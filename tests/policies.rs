@@ -2,14 +2,16 @@
 
 mod common;
 
-use common::{Mixed, batch, bits, configs, cpu, numerics, small, tiny_windows, trainer_in, trainer_on};
+use common::{
+    Mixed, batch, bits, configs, device, device_with, numerics, small, tiny_windows, trainer_in, trainer_on,
+};
 use ebbtide::{
     engine::{
         Batch, Numerics, Precision,
         gpt2::Gpt2Config,
         plan::{StepShape, plan},
     },
-    kernels::{CpuOptions, Device, SimOptions},
+    kernels::{Device, SimOptions},
     offload::{OffloadOptions, Policy, policy::Builtin},
 };
 use proptest::prelude::*;
@@ -35,11 +37,11 @@ proptest! {
     ) {
         let windows = windows(&config, sequences, seed);
         let keep = Builtin::Keep.policy();
-        let mut reference = trainer_in(&cpu(), keep, OffloadOptions::default(), config, numerics).unwrap();
+        let mut reference = trainer_in(&device(), keep, OffloadOptions::default(), config, numerics).unwrap();
         let expected = bits(&mut reference, &windows).unwrap();
         for (i, policy) in policies(mix).into_iter().enumerate() {
             let options = if i % 2 == 0 { tiny_windows() } else { OffloadOptions { min_bytes: 0, ..Default::default() } };
-            let mut trainer = trainer_in(&cpu(), policy, options, config, numerics).unwrap();
+            let mut trainer = trainer_in(&device(), policy, options, config, numerics).unwrap();
             prop_assert_eq!(&bits(&mut trainer, &windows).unwrap(), &expected, "policy {}", i);
             prop_assert_eq!(trainer.engine().offload().live(), 0);
         }
@@ -50,7 +52,7 @@ proptest! {
     fn slow_copies_change_nothing(config in configs(), numerics in numerics(), seed: u64, mix: u64) {
         let windows = windows(&config, 1, seed);
         let keep = Builtin::Keep.policy();
-        let mut reference = trainer_in(&cpu(), keep, OffloadOptions::default(), config, numerics).unwrap();
+        let mut reference = trainer_in(&device(), keep, OffloadOptions::default(), config, numerics).unwrap();
         let expected = bits(&mut reference, &windows).unwrap();
         let slow = [vec![], vec!["offload out"], vec!["offload in"], vec!["offload out", "offload in", "upload"]];
         for (policy, slow) in policies(mix).into_iter().zip(slow.iter().cycle()) {
@@ -70,7 +72,7 @@ fn thread_counts_give_the_same_bits() {
     for precision in Precision::ALL {
         let numerics = Numerics { precision, residual_f32: false };
         let run = |threads| {
-            let device = Device::cpu_with(CpuOptions { threads: Some(threads), budget_bytes: None }).unwrap();
+            let device = device_with(Some(threads), None);
             let (policy, options) = (Builtin::Offload.policy(), OffloadOptions::default());
             bits(&mut trainer_in(&device, policy, options, config, numerics).unwrap(), &windows).unwrap()
         };
@@ -98,7 +100,7 @@ fn accumulation_weighs_targets_not_batches() {
     whole.targets[2 * 8 * 16 + 1..3 * 8 * 16].fill(-100);
     let gradients = |window: &[Batch]| {
         let mut trainer =
-            trainer_on(&cpu(), Builtin::Keep.policy(), OffloadOptions::default(), config).unwrap();
+            trainer_on(&device(), Builtin::Keep.policy(), OffloadOptions::default(), config).unwrap();
         let loss = trainer.step(window).unwrap().loss;
         let gradients = trainer.model().parameters().gradients().unwrap().clone();
         (loss, trainer.engine().compute().download::<f32>(&gradients).unwrap())
@@ -122,7 +124,7 @@ fn an_abandoned_step_leaves_nothing() {
     };
     let config = small(0.1);
     for policy in Builtin::ALL {
-        let mut trainer = trainer_on(&cpu(), policy.policy(), tiny_windows(), config).unwrap();
+        let mut trainer = trainer_on(&device(), policy.policy(), tiny_windows(), config).unwrap();
         let of_step = batch(&config, 2, 16, 1);
         trainer.step(std::slice::from_ref(&of_step)).unwrap();
         let engine = trainer.engine().clone();

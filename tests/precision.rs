@@ -4,7 +4,7 @@ mod common;
 
 use std::rc::Rc;
 
-use common::{batch, cpu, set_parameter, small, tiny_windows, trainer_in};
+use common::{batch, device, set_parameter, small, tiny_windows, trainer_in};
 use ebbtide::{
     engine::{
         Batch, CustomLayer, Engine, Error, LossInto, Numerics, Precision, Result, Tape, TokenBatch, Trainer,
@@ -25,7 +25,7 @@ const F16_STREAM: Numerics = Numerics { precision: Precision::F16, residual_f32:
 
 fn engine(policy: &str, numerics: Numerics) -> Engine {
     let policy: Expression = policy.parse().unwrap();
-    Engine::with_numerics(&cpu(), Box::new(policy), tiny_windows(), numerics).unwrap()
+    Engine::with_numerics(&device(), Box::new(policy), tiny_windows(), numerics).unwrap()
 }
 
 fn trainer_of(engine: &Engine, model: Gpt2, rate: f32, loss_scale: LossScalerOptions) -> Trainer {
@@ -174,7 +174,7 @@ fn every_precision_learns() {
     let window = [batch(&small(0.0), 4, 16, 1)];
     let losses = |numerics| -> Vec<f32> {
         let (policy, options) = (Builtin::Offload.policy(), tiny_windows());
-        let mut trainer = trainer_in(&cpu(), policy, options, small(0.0), numerics).unwrap();
+        let mut trainer = trainer_in(&device(), policy, options, small(0.0), numerics).unwrap();
         (0..15).map(|_| trainer.step(&window).unwrap().loss).collect()
     };
     let expected = losses(Numerics::default());

@@ -5,13 +5,13 @@ mod common;
 
 use std::cell::RefCell;
 
-use common::{Mixed, numerics, with_disk};
+use common::{Mixed, device_with, numerics, with_disk};
 use ebbtide::{
     engine::{
         DropoutSite, Engine, Error, Init, LossInto, Norm, Numerics, Parameter, Parameters, ParametersBuilder,
         Result, Tape, Tensor, TokenBatch,
     },
-    kernels::{self, Category, CpuOptions, DType, Device, Op, SimOptions, Slice, op::GeluKind},
+    kernels::{self, Category, DType, Device, Op, SimOptions, Slice, op::GeluKind},
     offload::{OffloadOptions, Policy, Tier, policy::Builtin},
 };
 use proptest::prelude::*;
@@ -248,7 +248,7 @@ proptest! {
         prefetch_bytes in prop_oneof![Just(0usize), 1usize..4096],
         share in 0.0f64..2.4,
     ) {
-        let cpu = |budget_bytes| Device::cpu_with(CpuOptions { threads: Some(2), budget_bytes }).unwrap();
+        let cpu = |budget_bytes| device_with(Some(2), budget_bytes);
         let options = OffloadOptions { in_flight_bytes, prefetch_bytes, min_bytes: 0, ..OffloadOptions::default() };
         let device = cpu(None);
         let expected = bits(&device, Builtin::Keep.policy(), OffloadOptions::default(), &spec).unwrap();

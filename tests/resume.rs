@@ -4,7 +4,7 @@ mod common;
 
 use std::{fs, path::Path};
 
-use common::{batch, cpu, small, tiny_windows, trainer_in, trainer_on};
+use common::{batch, device, small, tiny_windows, trainer_in, trainer_on};
 use ebbtide::{
     engine::{Numerics, Precision, Trainer, checkpoint, gpt2::Gpt2Config, hugging_face},
     offload::policy::Builtin,
@@ -12,12 +12,12 @@ use ebbtide::{
 use serde_json::json;
 
 fn trainer(config: Gpt2Config, policy: Builtin) -> Trainer {
-    trainer_on(&cpu(), policy.policy(), tiny_windows(), config).unwrap()
+    trainer_on(&device(), policy.policy(), tiny_windows(), config).unwrap()
 }
 
 fn trainer_at(precision: Precision, policy: Builtin) -> Trainer {
     let numerics = Numerics { precision, residual_f32: false };
-    trainer_in(&cpu(), policy.policy(), tiny_windows(), small(0.1), numerics).unwrap()
+    trainer_in(&device(), policy.policy(), tiny_windows(), small(0.1), numerics).unwrap()
 }
 
 fn train(trainer: &mut Trainer, until: u64) -> Vec<u32> {

@@ -4,14 +4,14 @@ mod common;
 
 use std::{cell::Cell, sync::Arc};
 
-use common::{batch, bits, small, tiny_windows, trainer_on};
+use common::{batch, bits, device, device_with, small, tiny_windows, trainer_on};
 use ebbtide::{
     engine::{
         Batch, DropoutSite, Engine, Error, Init, LossInto, ParametersBuilder, Result, Tape, TokenBatch,
         gpt2::Gpt2Config,
         plan::{StepShape, least_budget, plan, sized},
     },
-    kernels::{Category, CpuOptions, Device, Op, SimOptions, Slice, op::CustomOp, op::GeluKind},
+    kernels::{Category, Device, Op, SimOptions, Slice, op::CustomOp, op::GeluKind},
     offload::{Expression, OffloadOptions, policy::Builtin},
 };
 
@@ -96,7 +96,6 @@ fn running_statistics_are_updated_once_under_recompute() {
 
 #[test]
 fn a_segment_that_is_not_reproducible_is_an_error_that_names_it() {
-    let cpu = || Device::cpu().unwrap();
     // Another shape.
     let runs = Cell::new(0);
     let other_shape = |tape: &mut Tape<'_>, _: &Slice, x: ebbtide::engine::Tensor| {
@@ -105,7 +104,7 @@ fn a_segment_that_is_not_reproducible_is_an_error_that_names_it() {
         let x = tape.gelu(x, GeluKind::Tanh)?;
         if runs.get() == 1 { Ok(x) } else { tape.constant(slice.part(0..8)?, &[1, 1, 8]) }
     };
-    let error = pass(&cpu(), "recompute", tiny_windows(), other_shape).unwrap_err();
+    let error = pass(&device(), "recompute", tiny_windows(), other_shape).unwrap_err();
     assert!(matches!(&error, Error::NotReproducible { segment, .. } if segment == "body"));
     assert!(
         error.to_string().contains("`body` is not reproducible: its output was of shape [1, 4, 8]"),
@@ -119,13 +118,13 @@ fn a_segment_that_is_not_reproducible_is_an_error_that_names_it() {
         tape.gelu(x, if runs.get() == 1 { GeluKind::Tanh } else { GeluKind::Erf })
     };
     let verified = || OffloadOptions { verify_recompute: true, ..tiny_windows() };
-    let error = pass(&cpu(), "recompute", verified(), other_values).unwrap_err();
+    let error = pass(&device(), "recompute", verified(), other_values).unwrap_err();
     assert!(error.to_string().contains("segment `body` is not reproducible"), "{error}");
     assert!(error.to_string().contains("checksum"), "{error}");
     // A segment that is reproducible passes, with the same bits.
     let same = |tape: &mut Tape<'_>, _: &Slice, x: ebbtide::engine::Tensor| tape.gelu(x, GeluKind::Tanh);
-    let expected = pass(&cpu(), "keep", tiny_windows(), same).unwrap();
-    assert_eq!(pass(&cpu(), "recompute", verified(), same).unwrap(), expected);
+    let expected = pass(&device(), "keep", tiny_windows(), same).unwrap();
+    assert_eq!(pass(&device(), "recompute", verified(), same).unwrap(), expected);
 }
 
 /// Under a budget that holds what a few blocks save, those run once and the rest twice, with the same bits; the plan knows.
@@ -142,7 +141,7 @@ fn segments_are_recomputed_where_the_budget_has_no_room() {
     let options = tiny_windows();
     let window: Vec<Batch> = vec![batch(&shape.model, 4, 16, 3)];
     let windows = vec![window.clone(), window];
-    let cpu = |budget_bytes| Device::cpu_with(CpuOptions { threads: None, budget_bytes }).unwrap();
+    let cpu = |budget_bytes| device_with(None, budget_bytes);
     let mut kept = trainer_on(&cpu(None), Builtin::Keep.policy(), options.clone(), shape.model).unwrap();
     let expected = bits(&mut kept, &windows).unwrap();
     let policy: Expression = "keep or recompute".parse().unwrap();
@@ -169,7 +168,6 @@ fn segments_are_recomputed_where_the_budget_has_no_room() {
 fn dropout_is_the_same_under_every_policy_and_stochastic_rounding() {
     let config = Gpt2Config { width: 64, ..small(0.3) };
     let window = [batch(&config, 2, 16, 1), batch(&config, 2, 16, 2)];
-    let device = || Device::cpu().unwrap();
     let run = |policy: &str| {
         let policy: Expression = policy.parse().unwrap();
         let options = common::with_disk(tiny_windows());

@@ -7,7 +7,7 @@ use ebbtide::{
         gpt2::{Gpt2, Gpt2Config},
         optimizer::{AdamWOptions, Schedule},
     },
-    kernels::{Device, Result},
+    kernels::{Device, DeviceKind, DeviceOptions, Result},
     offload::{Activation, Codec, DiskOptions, OffloadOptions, Placement, Policy, Role, SegmentPlan, Tier},
 };
 use proptest::prelude::*;
@@ -155,9 +155,15 @@ impl Policy for Mixed {
     }
 }
 
-/// A device that must start.
-pub fn cpu() -> Device {
-    Device::cpu().unwrap()
+/// A device of the kind that `EBBTIDE_DEVICE` names, as `--device` takes it; else the CPU.
+pub fn device_with(threads: Option<usize>, budget_bytes: Option<usize>) -> Device {
+    let kind = std::env::var("EBBTIDE_DEVICE").map_or(DeviceKind::Cpu, |kind| kind.parse().unwrap());
+    Device::open(&DeviceOptions { kind, threads, budget_bytes }).unwrap()
+}
+
+/// The same, with what it has.
+pub fn device() -> Device {
+    device_with(None, None)
 }
 
 /// A device's error, out of the engine's.
