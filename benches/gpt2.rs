@@ -16,7 +16,7 @@ use ebbtide::{
     bench::{Bench, BenchOptions, BenchReport, median},
     config::{Numerics, Tiers},
     engine::gpt2::Gpt2Config,
-    kernels::{CpuOptions, Device, bytes},
+    kernels::{CpuOptions, Device, DeviceKind, bytes},
 };
 
 /// The first is what the others, and the peer, are held against.
@@ -64,6 +64,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 batch: settings.batch,
                 context: settings.context,
                 policy: policy.parse()?,
+                device: DeviceKind::Cpu,
                 threads: Some(threads),
                 budget_bytes: None,
                 numerics: Numerics::default(),

@@ -8,7 +8,7 @@ use ebbtide_engine::{
     optimizer::{AdamWOptions, Schedule},
     plan::StepShape,
 };
-use ebbtide_kernels::{CpuOptions, Device};
+use ebbtide_kernels::{Device, DeviceKind, DeviceOptions};
 use ebbtide_offload::Expression;
 use serde::Serialize;
 
@@ -28,6 +28,8 @@ pub struct BenchOptions {
     pub context: usize,
     /// Where saved activations go.
     pub policy: Expression,
+    /// What computes.
+    pub device: DeviceKind,
     /// Threads of the kernels; the machine's cores if not given.
     pub threads: Option<usize>,
     /// Most bytes on the device.
@@ -90,8 +92,9 @@ impl Bench {
         };
         let budget = options.budget_bytes.map(Bytes);
         let (tiers, budget_bytes) =
-            options.tiers.options(&shape, &options.policy, budget, &std::env::temp_dir())?;
-        let device = Device::cpu_with(CpuOptions { threads: options.threads, budget_bytes })?;
+            options.tiers.options(options.device, &shape, &options.policy, budget, &std::env::temp_dir())?;
+        let device =
+            Device::open(&DeviceOptions { kind: options.device, threads: options.threads, budget_bytes })?;
         let policy = Box::new(options.policy.clone());
         let engine = Engine::with_numerics(&device, policy, tiers, options.numerics)?
             .offload_optimizer(options.offload_optimizer);

@@ -14,6 +14,7 @@ use ebbtide_engine::{
     plan::{self, StepShape},
     scaler::LossScalerOptions,
 };
+use ebbtide_kernels::DeviceKind;
 use ebbtide_loader::Damaged;
 use ebbtide_offload::{DiskOptions, Expression, OffloadOptions};
 use serde::{Deserialize, Serialize};
@@ -113,6 +114,8 @@ pub struct TrainingFile {
     pub residual_f32: Option<bool>,
     /// Whether the moments are in host memory, and in 16 bits the master weights; false if not given.
     pub offload_optimizer: Option<bool>,
+    /// `cpu`, `cuda`, `cuda:N` or `best`; `cpu` if not given.
+    pub device: Option<ComputeDevice>,
     /// Threads of the kernels; the machine's cores if not given.
     pub threads: Option<usize>,
     /// Steps between checkpoints; 0 for one at the end alone.
@@ -195,10 +198,11 @@ impl Tiers {
     /// device gets, at most the one given: see [`plan::fitting_budget`].
     ///
     /// # Errors
-    /// A configuration that cannot be; out of memory, if the budget does not hold the step, or the machine not both it and the
-    /// host tier.
+    /// A configuration that cannot be; out of memory, if the budget does not hold the step, or the machine not the host tier,
+    /// and the step beside it where the device is the CPU.
     pub fn options(
         &self,
+        device: DeviceKind,
         shape: &StepShape,
         policy: &Expression,
         budget: Option<Bytes>,
@@ -210,7 +214,7 @@ impl Tiers {
         let sized = plan::sized(shape, policy.clone(), &options, budget)?;
         let planned = plan::plan(shape, policy.clone(), &sized, budget)?;
         check_machine(
-            planned.memory.extent_bytes,
+            if device == DeviceKind::Cpu { planned.memory.extent_bytes } else { 0 },
             sized.host_bytes.unwrap_or_default() + planned.optimizer_host_bytes,
         )?;
         Ok((sized, budget))
@@ -300,6 +304,9 @@ pub struct Training {
     /// Whether the moments are in host memory, and in 16 bits the master weights.
     #[serde(default)]
     pub offload_optimizer: bool,
+    /// What computes.
+    #[serde(default)]
+    pub device: ComputeDevice,
     /// Threads of the kernels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
@@ -340,6 +347,8 @@ pub struct Overrides {
     pub accumulate: Option<usize>,
     /// `--offload-optimizer`.
     pub offload_optimizer: Option<bool>,
+    /// `--device`.
+    pub device: Option<ComputeDevice>,
     /// `--threads`.
     pub threads: Option<usize>,
     /// `--order`.
@@ -367,6 +376,7 @@ impl Overrides {
         training.batch = self.batch.unwrap_or(training.batch);
         training.accumulate = self.accumulate.unwrap_or(training.accumulate);
         training.offload_optimizer = self.offload_optimizer.unwrap_or(training.offload_optimizer);
+        training.device = self.device.unwrap_or(training.device);
         training.threads = self.threads.or(training.threads);
         config.data.order = self.order.unwrap_or(config.data.order);
         config.data.ram = self.ram.or(config.data.ram);
@@ -500,6 +510,7 @@ impl ConfigFile {
                     .offload_optimizer
                     .or(training.offload_optimizer)
                     .unwrap_or_default(),
+                device: overrides.device.or(training.device).unwrap_or_default(),
                 threads: overrides.threads.or(training.threads),
                 checkpoint_every: overrides.checkpoint_every.or(training.checkpoint_every).unwrap_or(500),
                 keep_checkpoints: training.keep_checkpoints.unwrap_or(2),
@@ -641,6 +652,7 @@ impl Config {
                 training.policy = Policy::default();
             }
             (training.steps, training.memory, training.threads) = (1, None, None);
+            training.device = ComputeDevice::default();
             (training.offload_optimizer, config.tiers) = (false, Tiers::default());
             (training.checkpoint_every, training.keep_checkpoints) = (0, 0);
             (training.validate_every, training.validation_windows, training.sample_tokens) = (0, 1, 0);
@@ -665,7 +677,7 @@ impl Config {
     }
 }
 
-/// The device is the CPU, so that its memory and the host tier's are the machine's both.
+/// Where the device is the CPU, its memory and the host tier's are the machine's both; elsewhere its bytes here are 0.
 fn check_machine(device_bytes: usize, host_bytes: usize) -> ebbtide_kernels::Result<()> {
     let available = ebbtide_kernels::available_memory();
     if device_bytes + host_bytes <= available {
@@ -675,7 +687,7 @@ fn check_machine(device_bytes: usize, host_bytes: usize) -> ebbtide_kernels::Res
         name: "a step".to_string(),
         bytes: device_bytes + host_bytes,
         reason: format!(
-            "{} are available; it needs {} on the device, which is the CPU, and {} for what is offloaded: a policy with `offload \
+            "{} are available; it needs {} on the CPU as the device, and {} for what is offloaded: a policy with `offload \
              disk` needs none of the latter, and a --memory budget less of the former",
             ebbtide_kernels::bytes(available),
             ebbtide_kernels::bytes(device_bytes),
@@ -691,6 +703,10 @@ fn absolute(path: PathBuf) -> PathBuf {
 /// A policy as files write it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Policy(pub Expression);
+
+/// What computes, as files write it: `cpu`, `cuda`, `cuda:N`, or `best` for the first CUDA device or else the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ComputeDevice(pub DeviceKind);
 
 /// A count of bytes, written with or without a unit: `536870912`, `512MiB`, `1.5GB`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -768,6 +784,25 @@ impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map(Policy).map_err(serde::de::Error::custom)
+    }
+}
+
+impl FromStr for ComputeDevice {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.parse().map(ComputeDevice)
+    }
+}
+
+impl Serialize for ComputeDevice {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for ComputeDevice {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
     }
 }
 

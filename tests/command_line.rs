@@ -278,6 +278,7 @@ fn bad_configurations_are_errors() {
         ("batch = 3", "batch = 3\npolicy = \"forget\"", &["forget", "keep, recompute, rerun, offload"]),
         ("batch = 3", "batch = 3\nmemory = \"much\"", &["much", "512MiB"]),
         ("batch = 3", "batch = 3\nprecision = \"f64\"", &["f64", "f32"]),
+        ("batch = 3", "batch = 3\ndevice = \"gpu\"", &["`gpu` is no device", "cuda:N"]),
         ("[model]", "[model]\nname = \"gpt5\"", &["gpt5", "gpt2-medium"]),
         ("vocabulary = 256", "vocabulary = 99", &["model.vocabulary", "at least the 256 tokens", "found 99"]),
         ("validation_fraction = 0.2", "validation_fraction = 1.5", &["data.validation_fraction", "1.5"]),
@@ -297,6 +298,10 @@ fn bad_configurations_are_errors() {
     assert!(place.fail(&["train", "missing.toml"]).contains("missing.toml: cannot read"));
     assert!(place.fail(&["train", "run.toml", "--memory", "lots"]).contains("512MiB"));
     assert!(place.fail(&["train", "run.toml", "--resume"]).contains("--out"));
+    // With or without a driver.
+    let error = place.fail(&["train", "run.toml", "--device", "cuda:9999", "--out", "run"]);
+    assert!(error.contains("CUDA device 9999 cannot be used"), "{error}");
+    assert!(place.fail(&["bench", "--device", "cuda:9999"]).contains("CUDA device 9999 cannot be used"));
 }
 
 #[test]

@@ -42,6 +42,10 @@ fn the_codec_alone_decides() {
         for options in [exact.clone(), tiny_windows()] {
             assert!(gradients(trainer(&device(), &offload, options)) == expected, "{offload}");
         }
+        // The simulation computes what the CPU does.
+        if device().backend_name() != "cpu" {
+            continue;
+        }
         let slow_streams = vec!["offload out".to_string(), "offload in".to_string()];
         let sim = Device::sim(SimOptions { seed: 3, slow_streams, ..SimOptions::default() }).unwrap();
         assert!(gradients(trainer(&sim, &offload, tiny_windows())) == expected, "{offload} in simulation");

@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::Args;
 use ebbtide::{
     bench::{Bench, BenchOptions},
-    config::{Bytes, Numerics, Precision},
+    config::{Bytes, ComputeDevice, Numerics, Precision},
     engine::gpt2::Gpt2Config,
     kernels::bytes,
     offload::Expression,
@@ -41,6 +41,9 @@ pub(crate) struct BenchArgs {
     /// Keep the moments in host memory, and in 16 bits the master weights
     #[arg(long)]
     offload_optimizer: bool,
+    /// What computes: cpu, cuda, cuda:N, or best for the first CUDA device or else the CPU
+    #[arg(long, default_value = "cpu")]
+    device: ComputeDevice,
     /// Threads of the kernels
     #[arg(long)]
     threads: Option<usize>,
@@ -58,6 +61,7 @@ pub(super) fn bench(args: BenchArgs) -> Result<()> {
         batch: args.batch,
         context: args.context,
         policy: args.policy.clone(),
+        device: args.device.0,
         threads: args.threads,
         budget_bytes: args.memory.map(|memory| memory.0),
         numerics: Numerics { precision: args.precision, residual_f32: args.residual_f32 },

@@ -11,9 +11,9 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use ebbtide::{
-    config::Config,
+    config::{Config, Training},
     engine::{Engine, checkpoint, gpt2::Gpt2},
-    kernels::{CpuOptions, Device},
+    kernels::{Device, DeviceOptions},
     loader::{Dataset, Samples, TokenWriter},
     offload::OffloadOptions,
     tokenizer::Tokenizer,
@@ -177,8 +177,8 @@ pub(super) fn engine(
     offload: OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<Engine> {
-    let options = CpuOptions { threads: config.training.threads, budget_bytes };
-    let device = Device::cpu_with(options)?;
+    let Training { device, threads, .. } = config.training;
+    let device = Device::open(&DeviceOptions { kind: device.0, threads, budget_bytes })?;
     let policy = Box::new(config.training.policy.0.clone());
     let engine = Engine::with_numerics(&device, policy, offload, config.training.numerics())?;
     Ok(engine.offload_optimizer(config.training.offload_optimizer))

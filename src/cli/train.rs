@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use ebbtide::{
     account::Account,
-    config::{Bytes, Config, ConfigFile, DataChecksums, DataOrder, Overrides, Precision},
+    config::{Bytes, ComputeDevice, Config, ConfigFile, DataChecksums, DataOrder, Overrides, Precision},
     engine::{
         Batch, Trainer, TrainerOptions, checkpoint,
         generate::{SampleOptions, generate},
@@ -79,6 +79,9 @@ pub(crate) struct TrainArgs {
     /// Keep the moments in host memory, and in 16 bits the master weights, chunks of which pass through the device at each step
     #[arg(long)]
     offload_optimizer: bool,
+    /// What computes: cpu, cuda, cuda:N, or best for the first CUDA device or else the CPU [default: cpu]
+    #[arg(long)]
+    device: Option<ComputeDevice>,
     /// Threads of the kernels; results do not depend on it
     #[arg(long)]
     threads: Option<usize>,
@@ -185,8 +188,13 @@ pub(crate) fn train(args: TrainArgs) -> Result<()> {
     if !resumes {
         check_files(&config)?;
     }
-    let (offload, budget) =
-        config.tiers.options(&shape, &config.training.policy.0, config.training.memory, folder.path())?;
+    let (offload, budget) = config.tiers.options(
+        config.training.device.0,
+        &shape,
+        &config.training.policy.0,
+        config.training.memory,
+        folder.path(),
+    )?;
     folder.create()?;
     let data = folder.data(&config)?;
     let accept_changed_data = args.accept_changed_data;
@@ -222,6 +230,7 @@ fn overrides(args: &TrainArgs) -> Overrides {
         checkpoint_every: args.checkpoint_every,
         batch: args.batch,
         accumulate: args.accumulate,
+        device: args.device,
         threads: args.threads,
         order: args.order,
         ram: args.ram,
