@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Bench, DISK, HOST, LEN, PLACEMENTS, disk, roomy, slow, stored, tight};
+use common::{Bench, DISK, HOST, LEN, PLACEMENTS, device, disk, roomy, slow, stored, tight};
 use ebbtide_kernels::{Category, DType, Device, DropWaits, Error, Op, SimOptions};
 use ebbtide_offload::{Activation, Codec, CodecKind, Offload, OffloadOptions, Placement, Role, Saved, Tier};
 
@@ -228,7 +228,6 @@ fn failing(bench: &Bench, tokens: ebbtide_kernels::Slice) -> Op {
 /// A tier that is full hands on to the next; then slices stay; and only where the budget is full too is it an error.
 #[test]
 fn tiers_that_run_out_hand_on_in_order() {
-    let device = |budget_bytes| Device::sim(SimOptions { budget_bytes, ..slow() }).unwrap();
     let options = OffloadOptions { host_bytes: Some(2 * 1024), disk: disk(3 * 4096), ..tight() };
     let bench = Bench::on(device(Some(4 * 1024)), HOST, options.clone()).unwrap();
     let mut saved = Vec::new();
@@ -427,9 +426,8 @@ fn the_last_slices_are_not_sent_out() {
 #[test]
 fn a_larger_budget_brings_more_back_ahead_of_need() {
     let in_bytes_at_the_start = |budget: usize| {
-        let sim = SimOptions { budget_bytes: Some(budget), ..slow() };
         let options = OffloadOptions { prefetch_bytes: 1024, in_flight_bytes: 0, ..roomy() };
-        let bench = Bench::on(Device::sim(sim).unwrap(), HOST, options).unwrap();
+        let bench = Bench::on(device(Some(budget)), HOST, options).unwrap();
         let mut ahead = 0;
         for step in 0..2 {
             bench.offload.begin_forward(step);
@@ -452,7 +450,7 @@ fn a_larger_budget_brings_more_back_ahead_of_need() {
 #[test]
 fn masks_are_stored_as_bits_and_nothing_else_is() {
     for tier in [None, Some(Tier::Host), Some(Tier::Disk)] {
-        let device = Device::sim(slow()).unwrap();
+        let device = device(None);
         let compute = device.stream("compute");
         let policy = move |activation: &Activation<'_>| {
             let codec = if activation.role == Role::Mask { Codec::Bits } else { Codec::INT8 };

@@ -1,7 +1,9 @@
 //! What the runtime's tests share: a device, a runtime on it, and slices whose values tell whose they are.
 #![allow(dead_code, unreachable_pub)] // Each test uses its part.
 
-use ebbtide_kernels::{Category, DType, Device, Op, Result, SimOptions, Slice, Stream};
+use ebbtide_kernels::{
+    Category, DType, Device, DeviceKind, DeviceOptions, Op, Result, SimOptions, Slice, Stream,
+};
 use ebbtide_offload::{
     Activation, Codec, DiskOptions, Offload, OffloadOptions, Placement, Role, Saved, Tier,
 };
@@ -35,9 +37,22 @@ pub fn slow() -> SimOptions {
     SimOptions { slow_streams: names.map(str::to_string).to_vec(), ..SimOptions::default() }
 }
 
+/// The device that `EBBTIDE_DEVICE` names, or else the slow one.
+pub fn device(budget_bytes: Option<usize>) -> Device {
+    const ENOUGH: usize = 64 << 20;
+    match std::env::var("EBBTIDE_DEVICE") {
+        Ok(name) => {
+            let kind: DeviceKind = name.parse().unwrap();
+            let budget_bytes = Some(budget_bytes.unwrap_or(ENOUGH));
+            Device::open(&DeviceOptions { kind, threads: None, budget_bytes }).unwrap()
+        }
+        Err(_) => Device::sim(SimOptions { budget_bytes, ..slow() }).unwrap(),
+    }
+}
+
 impl Bench {
     pub fn new(placement: Placement, options: OffloadOptions) -> Self {
-        Self::on(Device::sim(slow()).unwrap(), placement, options).unwrap()
+        Self::on(device(None), placement, options).unwrap()
     }
 
     pub fn on(device: Device, placement: Placement, options: OffloadOptions) -> Result<Self> {
