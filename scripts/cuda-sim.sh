@@ -16,6 +16,7 @@ export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export EBBTIDE_DEVICE=cuda EBBTIDE_SIM_ORDER="${EBBTIDE_SIM_ORDER:-random:1}"
 # What comes as late as can be shows a missing edge every time.
 [ $# -gt 0 ] || EBBTIDE_SIM_ORDER=lazy cargo test -p ebbtide-offload --test scenarios -- --test-threads 1
-tests=$(printf ' --test %s' ${*:-golden_gpt2 loss_scaler lossy optimizer_offload segments})
+tests=$(printf ' --test %s' ${*:-golden_gpt2 loss_scaler lossy optimizer_offload random_models segments})
 # shellcheck disable=SC2086 # Several options. One test at a time: each takes the card's memory.
 cargo test -p ebbtide $tests -- --test-threads 1
+[ $# -gt 0 ] || cargo test -p ebbtide --test policies every_policy -- --test-threads 1

@@ -52,7 +52,7 @@ proptest! {
     fn slow_copies_change_nothing(config in configs(), numerics in numerics(), seed: u64, mix: u64) {
         let windows = windows(&config, 1, seed);
         let keep = Builtin::Keep.policy();
-        let mut reference = trainer_in(&device(), keep, OffloadOptions::default(), config, numerics).unwrap();
+        let mut reference = trainer_in(&Device::cpu().unwrap(), keep, OffloadOptions::default(), config, numerics).unwrap();
         let expected = bits(&mut reference, &windows).unwrap();
         let slow = [vec![], vec!["offload out"], vec!["offload in"], vec!["offload out", "offload in", "upload"]];
         for (policy, slow) in policies(mix).into_iter().zip(slow.iter().cycle()) {
