@@ -12,8 +12,8 @@ use std::{
 };
 
 use crate::{
-    Category, DType, Element, Error, FileSlice, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Result,
-    Slice, SpillFile, SpillOptions,
+    Category, DType, Element, Error, FileSlice, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Rates,
+    Result, Slice, SpillFile, SpillOptions,
     arena::{ALIGNMENT, Arena},
     backend::{Backend, Job, SimOptions, cpu::CpuBackend, cuda::CudaBackend, sim::SimBackend},
     buffer::{Buffer, HostInner},
@@ -22,7 +22,11 @@ use crate::{
     op::{Mode, Place},
     order::{Access, Order, Space, Stamp},
     spill::FileBlock,
+    timeline::Timeline,
 };
+
+/// What a dry device without a budget may hold.
+const DRY_BYTES: usize = 1 << 60;
 
 /// Which device to open: `cpu`, `cuda` or `cuda:N`, or `best`, which is [`Device::best`]'s choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,7 +118,7 @@ pub struct StreamReport {
     pub ops: u64,
     /// Waits on other streams that the order layer added.
     pub waits: u64,
-    /// Seconds that ops ran; 0 where nothing is timed (`sim`, `dry`).
+    /// Seconds that ops ran, virtual ones on [`Device::timed`]; 0 where nothing is timed (`cuda`, `sim`, `dry`).
     pub busy_seconds: f64,
     /// Seconds that the stream stood still, waiting for another; 0 where nothing is timed.
     pub wait_seconds: f64,
@@ -239,8 +243,22 @@ impl Device {
     /// No memory and no execution: allocations are accounted and ops are checked and counted, by the same code that
     /// serves the other backends. Host reads give zeros. For planning.
     pub fn dry(budget_bytes: Option<usize>) -> Self {
-        let capacity = budget_bytes.unwrap_or(1 << 60);
-        Self::new(Backend::Dry, capacity, budget_bytes)
+        Self::new(Backend::Dry(None), budget_bytes.unwrap_or(DRY_BYTES), budget_bytes)
+    }
+
+    /// As [`Device::dry`], with a virtual clock: when each op would run on the `cuda` backend, on a card of these rates. The clock is
+    /// the host's: it goes on by what each launch takes, and to the end of what the host waits for. [`Device::streams`] then has times.
+    pub fn timed(rates: Rates, budget_bytes: Option<usize>) -> Self {
+        let timeline = Box::new(Mutex::new(Timeline::new(rates)));
+        Self::new(Backend::Dry(Some(timeline)), budget_bytes.unwrap_or(DRY_BYTES), budget_bytes)
+    }
+
+    /// Virtual seconds since the device was made, and the launches made in them; `None` where time is not virtual.
+    pub fn virtual_time(&self) -> Option<(f64, u64)> {
+        match &self.0.backend {
+            Backend::Dry(Some(timeline)) => Some(lock(timeline).now()),
+            _ => None,
+        }
     }
 
     fn new(backend: Backend, capacity: usize, budget_bytes: Option<usize>) -> Self {
@@ -278,13 +296,13 @@ impl Device {
             Backend::Cpu(_) => "cpu",
             Backend::Cuda(_) => "cuda",
             Backend::Sim(_) => "sim",
-            Backend::Dry => "dry",
+            Backend::Dry(_) => "dry",
         }
     }
 
     /// Whether nothing is executed: see [`Device::dry`].
     pub fn is_dry(&self) -> bool {
-        matches!(self.0.backend, Backend::Dry)
+        matches!(self.0.backend, Backend::Dry(_))
     }
 
     /// A new in-order queue.
@@ -296,7 +314,7 @@ impl Device {
             Backend::Cpu(backend) => backend.add_stream(name),
             Backend::Cuda(backend) => backend.add_stream(),
             Backend::Sim(backend) => lock(backend).add_stream(name),
-            Backend::Dry => {}
+            Backend::Dry(timeline) => timeline.iter().for_each(|timeline| lock(timeline).add_stream()),
         }
         Stream { device: self.clone(), index }
     }
@@ -428,7 +446,7 @@ impl Device {
             Backend::Cpu(backend) => backend.take_error(),
             Backend::Cuda(backend) => backend.take_error(),
             Backend::Sim(backend) => lock(backend).take_error(),
-            Backend::Dry => waited,
+            Backend::Dry(_) => waited,
         }
     }
 
@@ -451,8 +469,10 @@ impl Device {
     /// What each stream was given, and how its time went.
     pub fn streams(&self) -> Vec<StreamReport> {
         let mut reports = self.0.lock().streams.clone();
-        if let Backend::Cpu(backend) = &self.0.backend {
-            backend.fill_times(&mut reports);
+        match &self.0.backend {
+            Backend::Cpu(backend) => backend.fill_times(&mut reports),
+            Backend::Dry(Some(timeline)) => lock(timeline).fill_times(&mut reports),
+            _ => {}
         }
         reports
     }
@@ -582,7 +602,8 @@ impl Shared {
             Backend::Cpu(backend) => backend.enqueue(Job { stamp, op, waits }),
             Backend::Cuda(backend) => backend.enqueue(Job { stamp, op, waits }),
             Backend::Sim(backend) => lock(backend).enqueue(Job { stamp, op, waits }, &accesses),
-            Backend::Dry => {}
+            Backend::Dry(None) => {}
+            Backend::Dry(Some(timeline)) => lock(timeline).enqueue(Job { stamp, op, waits }),
         }
         drop(state);
         // These may be the last handles, and dropping those takes the lock.
@@ -595,7 +616,10 @@ impl Shared {
             Backend::Cpu(backend) => backend.wait(stamps),
             Backend::Cuda(backend) => backend.wait(stamps),
             Backend::Sim(backend) => lock(backend).wait(stamps),
-            Backend::Dry => Ok(()),
+            Backend::Dry(timeline) => {
+                timeline.iter().for_each(|timeline| lock(timeline).wait(stamps));
+                Ok(())
+            }
         }
     }
 

@@ -39,6 +39,7 @@ mod order;
 pub mod rng;
 mod spill;
 mod system;
+mod timeline;
 
 pub use arena::Arena;
 pub use backend::{DropWaits, SimOptions};
@@ -50,3 +51,4 @@ pub use ledger::{Category, MemoryReport};
 pub use op::Op;
 pub use spill::{FILE_ALIGNMENT, FileSlice, SpillFile, SpillOptions};
 pub use system::available_memory;
+pub use timeline::Rates;

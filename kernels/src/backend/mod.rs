@@ -1,4 +1,4 @@
-//! Who runs the ops: [`cpu`] and [`cuda`] for real, [`sim`] for tests, or nobody (a dry device).
+//! Who runs the ops: [`cpu`] and [`cuda`] for real, [`sim`] for tests, or nobody (a dry device), which may say when they would run.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -6,7 +6,7 @@ pub(crate) mod sim;
 
 use std::sync::Mutex;
 
-use crate::{Op, order::Stamp};
+use crate::{Op, order::Stamp, timeline::Timeline};
 
 pub use sim::{DropWaits, SimOptions};
 
@@ -14,7 +14,8 @@ pub(crate) enum Backend {
     Cpu(cpu::CpuBackend),
     Cuda(Box<cuda::CudaBackend>),
     Sim(Box<Mutex<sim::SimBackend>>),
-    Dry,
+    /// With virtual time, or without.
+    Dry(Option<Box<Mutex<Timeline>>>),
 }
 
 /// A numbered op and the waits that the order layer derived for it.
