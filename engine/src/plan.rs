@@ -3,7 +3,7 @@
 //! The same code that trains runs on a dry device: it allocates from the same ledger and submits the same ops, and only
 //! the execution is left out. So the prediction is exact, byte for byte, and takes milliseconds.
 
-use ebbtide_kernels::{Device, MemoryReport};
+use ebbtide_kernels::{Device, MemoryReport, Rates};
 use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
 
 use crate::{
@@ -44,6 +44,21 @@ pub struct StepPlan {
     pub disk_bytes: usize,
     /// Host memory of what only the optimizer needs, where it is there.
     pub optimizer_host_bytes: usize,
+}
+
+/// The least time that a step takes on a card, by the rates that were given: see [`ebbtide_kernels::Device::timed`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepTime {
+    /// Of the whole step.
+    pub seconds: f64,
+    /// Of it, that kernels ran.
+    pub compute_seconds: f64,
+    /// Of it, that the compute stream stood still for offloaded tensors.
+    pub exposed_seconds: f64,
+    /// Of all copies, reads and writes of offloaded tensors, summed over their streams.
+    pub transfer_seconds: f64,
+    /// Kernels, copies and fills that the host queued.
+    pub launches: u64,
 }
 
 /// The most tokens of a micro-batch, and micro-batches of a window.
@@ -102,13 +117,35 @@ pub fn plan_with(
     options: &OffloadOptions,
     budget_bytes: Option<usize>,
 ) -> Result<StepPlan> {
+    Ok(run(shape, policy, options, &Device::dry(budget_bytes))?.0)
+}
+
+/// As [`plan`], and how long the step would take on a card of these rates at least.
+///
+/// # Errors
+/// As for [`plan`].
+pub fn timed(
+    shape: &StepShape,
+    policy: impl Into<Expression>,
+    options: &OffloadOptions,
+    budget_bytes: Option<usize>,
+    rates: &Rates,
+) -> Result<(StepPlan, StepTime)> {
+    run(shape, Box::new(policy.into()), options, &Device::timed(rates.clone(), budget_bytes))
+}
+
+fn run(
+    shape: &StepShape,
+    policy: Box<dyn Policy>,
+    options: &OffloadOptions,
+    device: &Device,
+) -> Result<(StepPlan, StepTime)> {
     shape.check()?;
-    let device = Device::dry(budget_bytes);
     let mut options = options.clone();
     if let Some(disk) = options.disk.as_mut().filter(|disk| disk.bytes == 0) {
         disk.bytes = ANY_BYTES;
     }
-    let engine = Engine::with_numerics(&device, policy, options, shape.numerics)?
+    let engine = Engine::with_numerics(device, policy, options, shape.numerics)?
         .offload_optimizer(shape.offload_optimizer);
     let model = Gpt2::new(&engine, shape.model, 0, true)?;
     let optimizer = AdamWOptions::default();
@@ -126,9 +163,23 @@ pub fn plan_with(
     trainer.step(&window)?;
     engine.offload().take_report();
     let flops_of = |device: &Device| -> u64 { device.op_counts().values().map(|count| count.flops).sum() };
-    let flops_before = flops_of(&device);
+    let flops_before = flops_of(device);
+    let clock = || {
+        let (seconds, launches) = device.virtual_time().unwrap_or_default();
+        (seconds, launches, engine.compute().report().busy_seconds, engine.offload().times())
+    };
+    let before = clock();
     trainer.step(&window)?;
-    let flops = flops_of(&device) - flops_before;
+    let after = clock();
+    let times = after.3.since(&before.3);
+    let time = StepTime {
+        seconds: after.0 - before.0,
+        compute_seconds: after.2 - before.2,
+        exposed_seconds: times.exposed_seconds,
+        transfer_seconds: times.transfer_seconds,
+        launches: after.1 - before.1,
+    };
+    let flops = flops_of(device) - flops_before;
     let offload = engine.offload().report();
     trainer.evaluate(&window[..1])?;
     let used = |tier| engine.offload().tier_usage(tier).1;
@@ -137,7 +188,9 @@ pub fn plan_with(
     let state = [trainer.model().parameters().weights(), first, second];
     let on_host = state.iter().filter(|flat| matches!(flat, Flat::Host(_)));
     let optimizer_host_bytes = on_host.map(|flat| 4 * flat.len()).sum();
-    Ok(StepPlan { memory: device.memory(), offload, flops, host_bytes, disk_bytes, optimizer_host_bytes })
+    let memory = device.memory();
+    let planned = StepPlan { memory, offload, flops, host_bytes, disk_bytes, optimizer_host_bytes };
+    Ok((planned, time))
 }
 
 /// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; and
