@@ -105,8 +105,8 @@ fn launches_bound_a_step_of_next_to_nothing() {
         ..Gpt2Config::named("gpt2").unwrap()
     };
     let time = |batch| run(&StepShape { model, ..shape("gpt2", batch) }, "keep", &h200(), None).1;
-    let host_seconds = |time: StepTime| time.launches as f64 * h200().launch_seconds;
+    let host_seconds = |time: &StepTime| time.launches as f64 * h200().launch_seconds;
     let (small, large) = (time(1), time(1024));
-    assert!(small.seconds < 1.1 * host_seconds(small), "{small:?}");
-    assert!(large.seconds > 3.0 * host_seconds(large), "{large:?}");
+    assert!(small.seconds < 1.1 * host_seconds(&small), "{small:?}");
+    assert!(large.seconds > 3.0 * host_seconds(&large), "{large:?}");
 }

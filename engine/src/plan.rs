@@ -3,7 +3,9 @@
 //! The same code that trains runs on a dry device: it allocates from the same ledger and submits the same ops, and only
 //! the execution is left out. So the prediction is exact, byte for byte, and takes milliseconds.
 
-use ebbtide_kernels::{Device, MemoryReport, Rates};
+use std::collections::BTreeMap;
+
+use ebbtide_kernels::{Device, MemoryReport, OpCount, OpTime, Rates};
 use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
 
 use crate::{
@@ -47,7 +49,7 @@ pub struct StepPlan {
 }
 
 /// The least time that a step takes on a card, by the rates that were given: see [`ebbtide_kernels::Device::timed`].
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StepTime {
     /// Of the whole step.
     pub seconds: f64,
@@ -59,6 +61,27 @@ pub struct StepTime {
     pub transfer_seconds: f64,
     /// Kernels, copies and fills that the host queued.
     pub launches: u64,
+    /// Micro-batches of the window that ran, two at most: each beyond the first adds the same.
+    pub micro_batches: usize,
+    /// The step's ops, those first that took longest.
+    pub ops: Vec<OpPart>,
+}
+
+/// The part of a step that is one kind of op.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpPart {
+    /// The op's name.
+    pub name: String,
+    /// Ops.
+    pub count: u64,
+    /// Kernels, copies and fills for them.
+    pub launches: u64,
+    /// Floating-point operations of products.
+    pub flops: u64,
+    /// Device bytes read and written, each operand once.
+    pub bytes: u64,
+    /// Seconds that they take at least.
+    pub seconds: f64,
 }
 
 /// The most tokens of a micro-batch, and micro-batches of a window.
@@ -164,6 +187,8 @@ fn run(
     engine.offload().take_report();
     let flops_of = |device: &Device| -> u64 { device.op_counts().values().map(|count| count.flops).sum() };
     let flops_before = flops_of(device);
+    let ops = || (device.op_counts(), device.op_times());
+    let ops_before = ops();
     let clock = || {
         let (seconds, launches) = device.virtual_time().unwrap_or_default();
         (seconds, launches, engine.compute().report().busy_seconds, engine.offload().times())
@@ -178,6 +203,8 @@ fn run(
         exposed_seconds: times.exposed_seconds,
         transfer_seconds: times.transfer_seconds,
         launches: after.1 - before.1,
+        micro_batches: window.len(),
+        ops: parts(&ops_before, &ops()),
     };
     let flops = flops_of(device) - flops_before;
     let offload = engine.offload().report();
@@ -191,6 +218,29 @@ fn run(
     let memory = device.memory();
     let planned = StepPlan { memory, offload, flops, host_bytes, disk_bytes, optimizer_host_bytes };
     Ok((planned, time))
+}
+
+type Ops = (BTreeMap<String, OpCount>, BTreeMap<String, OpTime>);
+
+fn parts(before: &Ops, after: &Ops) -> Vec<OpPart> {
+    let mut parts = Vec::new();
+    for (name, time) in &after.1 {
+        let (count, earlier) = (after.0.get(name), before.0.get(name));
+        let (count, earlier) = (count.copied().unwrap_or_default(), earlier.copied().unwrap_or_default());
+        let earlier_time = before.1.get(name).copied().unwrap_or_default();
+        if count.count > earlier.count {
+            parts.push(OpPart {
+                name: name.clone(),
+                count: count.count - earlier.count,
+                launches: time.launches - earlier_time.launches,
+                flops: count.flops - earlier.flops,
+                bytes: count.bytes - earlier.bytes,
+                seconds: time.seconds - earlier_time.seconds,
+            });
+        }
+    }
+    parts.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    parts
 }
 
 /// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; and

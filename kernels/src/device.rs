@@ -12,8 +12,8 @@ use std::{
 };
 
 use crate::{
-    Category, DType, Element, Error, FileSlice, HostBuffer, HostSlice, MemoryReport, Op, OutOfMemory, Rates,
-    Result, Slice, SpillFile, SpillOptions,
+    Category, DType, Element, Error, FileSlice, HostBuffer, HostSlice, MemoryReport, Op, OpTime, OutOfMemory,
+    Rates, Result, Slice, SpillFile, SpillOptions,
     arena::{ALIGNMENT, Arena},
     backend::{Backend, Job, SimOptions, cpu::CpuBackend, cuda::CudaBackend, sim::SimBackend},
     buffer::{Buffer, HostInner},
@@ -258,6 +258,14 @@ impl Device {
         match &self.0.backend {
             Backend::Dry(Some(timeline)) => Some(lock(timeline).now()),
             _ => None,
+        }
+    }
+
+    /// What ops took, by name; empty where time is not virtual.
+    pub fn op_times(&self) -> BTreeMap<String, OpTime> {
+        match &self.0.backend {
+            Backend::Dry(Some(timeline)) => lock(timeline).op_times(),
+            _ => BTreeMap::new(),
         }
     }
 

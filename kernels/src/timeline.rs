@@ -122,6 +122,15 @@ fn launches(op: &Op) -> u64 {
     }
 }
 
+/// What the ops of one name took on a device with virtual time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct OpTime {
+    /// Kernels, copies and fills that the host queued for them.
+    pub launches: u64,
+    /// Seconds that they ran, summed.
+    pub seconds: f64,
+}
+
 /// What ops take turns on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Engine {
@@ -202,6 +211,7 @@ pub(crate) struct Timeline {
     launches: u64,
     engines: [Idle; 4],
     streams: Vec<TimedStream>,
+    ops: BTreeMap<String, OpTime>,
 }
 
 #[derive(Default)]
@@ -215,7 +225,7 @@ struct TimedStream {
 impl Timeline {
     pub(crate) fn new(rates: Rates) -> Self {
         let engines = std::array::from_fn(|_| Idle { gaps: BTreeMap::new(), end: 0.0 });
-        Timeline { rates, host: 0.0, launches: 0, engines, streams: Vec::new() }
+        Timeline { rates, host: 0.0, launches: 0, engines, streams: Vec::new(), ops: BTreeMap::new() }
     }
 
     pub(crate) fn add_stream(&mut self) {
@@ -238,6 +248,12 @@ impl Timeline {
         let (engine, seconds) = self.rates.cost(&op);
         let start = self.engines[engine as usize].take(ready, seconds);
         stream.busy += seconds;
+        let time = match self.ops.get_mut(op.name()) {
+            Some(time) => time,
+            None => self.ops.entry(op.name().to_string()).or_default(),
+        };
+        time.launches += launches;
+        time.seconds += seconds;
         stream.ends.push(start + seconds);
         debug_assert_eq!(stream.ends.len() as u64, stamp.number);
     }
@@ -255,6 +271,10 @@ impl Timeline {
     /// Where the host is, in seconds, and the launches that it has made.
     pub(crate) fn now(&self) -> (f64, u64) {
         (self.host, self.launches)
+    }
+
+    pub(crate) fn op_times(&self) -> BTreeMap<String, OpTime> {
+        self.ops.clone()
     }
 
     pub(crate) fn fill_times(&self, reports: &mut [StreamReport]) {

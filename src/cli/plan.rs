@@ -6,9 +6,9 @@ use ebbtide::{
     config::{Bytes, Numerics, Precision},
     engine::{
         gpt2::Gpt2Config,
-        plan::{StepPlan, StepShape, plan, sized},
+        plan::{OpPart, StepPlan, StepShape, StepTime, plan, sized, timed},
     },
-    kernels::{Category, bytes},
+    kernels::{Category, Rates, bytes},
     offload::{DiskOptions, Expression, OffloadOptions},
 };
 use serde::Serialize;
@@ -45,9 +45,19 @@ pub(crate) struct PlanArgs {
     /// A row for each of the usual policies rather than --policy
     #[arg(long, conflicts_with_all = ["policy", "offload_optimizer"])]
     table: bool,
+    /// Say too how long the step takes at least on this card: h200, a100, rtx-4090 or rtx-3090
+    #[arg(long, value_parser = card)]
+    card: Option<Rates>,
+    /// And what each kind of op takes of it
+    #[arg(long, requires = "card", conflicts_with = "table")]
+    ops: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+fn card(name: &str) -> Result<Rates, String> {
+    Rates::named(name).ok_or_else(|| format!("no rates of that name: expected {}", Rates::NAMES.join(", ")))
 }
 
 /// A policy as a table names it: its expression, and whether the optimizer's state is in host memory.
@@ -79,6 +89,36 @@ struct Row {
     disk_bytes: usize,
     /// Bytes sent out a step.
     moved_bytes: u64,
+    /// How long a step takes at least.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    time: Option<Time>,
+}
+
+/// What a step takes at least on a card.
+#[derive(Serialize)]
+struct Time {
+    seconds: f64,
+    tokens_per_second: f64,
+    /// That kernels run.
+    compute_seconds: f64,
+    /// That they wait for offloaded tensors.
+    exposed_seconds: f64,
+    /// Of all transfers of offloaded tensors.
+    transfer_seconds: f64,
+    launches: u64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    ops: Vec<OpRow>,
+}
+
+/// The part of one kind of op.
+#[derive(Serialize)]
+struct OpRow {
+    name: String,
+    count: u64,
+    launches: u64,
+    flops: u64,
+    bytes: u64,
+    seconds: f64,
 }
 
 pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
@@ -107,14 +147,20 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
         let options = OffloadOptions { disk, ..OffloadOptions::default() };
         let budget = args.memory.map(|memory| memory.0);
         let options = sized(&shape, policy.clone(), &options, budget)?;
-        let planned = plan(&shape, policy.clone(), &options, budget)?;
+        let (planned, time) = match &args.card {
+            Some(rates) => {
+                let (planned, time) = timed(&shape, policy.clone(), &options, budget, rates)?;
+                (planned, Some(Time::new(&shape, time, args.ops)))
+            }
+            None => (plan(&shape, policy.clone(), &options, budget)?, None),
+        };
         if let Some((pattern, nearest)) = policy.unmatched().first() {
             bail!(
                 "policy: `{pattern}` matches no segment and no tensor; the nearest names are {}",
                 nearest.join(", ")
             );
         }
-        Ok(Row::new(name, &planned))
+        Ok(Row { time, ..Row::new(name, &planned) })
     };
     let rows = match args.table {
         true => TABLE
@@ -133,18 +179,23 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
             "context": args.context,
             "accumulate": args.accumulate,
             "precision": args.precision.to_string(),
+            "card": args.card.map(|rates| rates.name),
             "rows": rows,
         });
         println!("{settings}");
         return Ok(());
     }
     println!(
-        "{} at {} × {} sequences of {} tokens, {}\n",
+        "{} at {} × {} sequences of {} tokens, {}",
         args.model, args.accumulate, args.batch, args.context, args.precision
     );
-    println!("{:<30}{:>13}{:>12}{:>12}{:>12}", "policy", "activations", "total", "host", "sent out");
-    for row in rows {
-        println!(
+    if let Some(rates) = &args.card {
+        println!("on {} a step takes at least", rates.name);
+    }
+    print!("\n{:<30}{:>13}{:>12}{:>12}{:>12}", "policy", "activations", "total", "host", "sent out");
+    println!("{}", if args.card.is_some() { "       step   waits   tokens/s  launches" } else { "" });
+    for row in &rows {
+        print!(
             "{:<30}{:>13}{:>12}{:>12}{:>12}",
             row.policy,
             bytes(row.activation_bytes),
@@ -152,8 +203,59 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
             bytes(row.host_bytes),
             bytes(row.moved_bytes as usize)
         );
+        if let Some(time) = &row.time {
+            print!(
+                "{:>8.1} ms{:>6.1} %{:>11.0}{:>10}",
+                1e3 * time.seconds,
+                100.0 * time.exposed_seconds / time.seconds,
+                time.tokens_per_second,
+                time.launches
+            );
+        }
+        println!();
+    }
+    for time in rows.iter().filter_map(|row| row.time.as_ref()).filter(|time| !time.ops.is_empty()) {
+        println!(
+            "\n{:<26}{:>8}{:>10}{:>12}{:>12}{:>14}",
+            "op", "count", "launches", "GFLOP", "bytes", "at least"
+        );
+        for op in &time.ops {
+            println!(
+                "{:<26}{:>8}{:>10}{:>12.1}{:>12}{:>11.3} ms",
+                op.name,
+                op.count,
+                op.launches,
+                op.flops as f64 / 1e9,
+                bytes(op.bytes as usize),
+                1e3 * op.seconds
+            );
+        }
     }
     Ok(())
+}
+
+impl Time {
+    fn new(shape: &StepShape, time: StepTime, with_ops: bool) -> Self {
+        let row = |op: OpPart| OpRow {
+            name: op.name,
+            count: op.count,
+            launches: op.launches,
+            flops: op.flops,
+            bytes: op.bytes,
+            seconds: op.seconds,
+        };
+        // A plan runs two micro-batches of a window at most.
+        let tokens = shape.batch * shape.context * time.micro_batches;
+        Time {
+            seconds: time.seconds,
+            tokens_per_second: tokens as f64 / time.seconds,
+            compute_seconds: time.compute_seconds,
+            exposed_seconds: time.exposed_seconds,
+            transfer_seconds: time.transfer_seconds,
+            launches: time.launches,
+            ops: if with_ops { time.ops.into_iter().map(row).collect() } else { Vec::new() },
+        }
+    }
 }
 
 impl Row {
@@ -170,6 +272,7 @@ impl Row {
             host_bytes: planned.host_bytes + planned.optimizer_host_bytes,
             disk_bytes: planned.disk_bytes,
             moved_bytes: planned.offload.out_bytes(),
+            time: None,
         }
     }
 }
