@@ -249,7 +249,7 @@ proptest! {
         share in 0.0f64..2.4,
     ) {
         let cpu = |budget_bytes| device_with(Some(2), budget_bytes);
-        let options = OffloadOptions { in_flight_bytes, prefetch_bytes, min_bytes: 0, ..OffloadOptions::default() };
+        let options = OffloadOptions { in_flight_bytes, prefetch_bytes, min_bytes: 0, window_slices: 0, ..OffloadOptions::default() };
         let device = cpu(None);
         let expected = bits(&device, Builtin::Keep.policy(), OffloadOptions::default(), &spec).unwrap();
         let most = device.memory().extent_bytes;

@@ -24,6 +24,9 @@ pub struct OffloadOptions {
     pub in_flight_bytes: usize,
     /// Bytes on the device ahead of backward's need. Under a budget more of them where the step before left more room.
     pub prefetch_bytes: usize,
+    /// Of the largest slices, at least this many are held and brought back so, whatever their bytes: a window that is smaller than a
+    /// slice would hide nothing.
+    pub window_slices: usize,
     /// Smaller slices stay on the device.
     pub min_bytes: usize,
     /// Host memory for offloaded slices, all of it taken from the system at the start; as much as there is, taken as it is
@@ -45,6 +48,7 @@ impl Default for OffloadOptions {
         OffloadOptions {
             in_flight_bytes: 32 << 20,
             prefetch_bytes: 32 << 20,
+            window_slices: 3,
             min_bytes: 16 << 10,
             host_bytes: None,
             disk: None,
@@ -82,6 +86,8 @@ struct State {
     /// Entries that hold device memory until it is needed, oldest first: on their way out, or not sent.
     in_flight: VecDeque<(Weak<Entry>, usize)>,
     in_flight_bytes: usize,
+    /// The largest slice that was to leave.
+    largest_bytes: usize,
     /// Bytes that this forward pass saved to be offloaded, and the last one that went through to its backward.
     leaving_bytes: usize,
     last_leaving_bytes: Option<usize>,
@@ -306,11 +312,10 @@ impl Offload {
             state.in_flight.push_back((Arc::downgrade(&entry), stored_bytes));
             state.in_flight_bytes += stored_bytes;
             state.leaving_bytes += stored_bytes;
+            state.largest_bytes = state.largest_bytes.max(stored_bytes);
+            let window_bytes = self.at_least_slices(&state, self.0.options.in_flight_bytes);
             // What backward itself saves it loads at once: that is held while there is room.
-            while !backward
-                && state.in_flight_bytes > self.0.options.in_flight_bytes
-                && self.release_oldest(&mut state)
-            {}
+            while !backward && state.in_flight_bytes > window_bytes && self.release_oldest(&mut state) {}
         }
         Ok(Saved(entry))
     }
@@ -319,8 +324,13 @@ impl Offload {
     /// it as soon as it had gone.
     fn is_tail(&self, state: &State, bytes: usize) -> bool {
         let options = &self.0.options;
-        let tail = options.prefetch_bytes.min(options.in_flight_bytes);
+        let tail = self.at_least_slices(state, options.prefetch_bytes.min(options.in_flight_bytes));
         state.last_leaving_bytes.is_some_and(|last| state.leaving_bytes + bytes > last.saturating_sub(tail))
+    }
+
+    /// A window of so many bytes, or of a few slices if those are more.
+    fn at_least_slices(&self, state: &State, bytes: usize) -> usize {
+        bytes.max(self.0.options.window_slices.saturating_mul(state.largest_bytes))
     }
 
     /// Starts a copy out; `None` if no tier has room.
@@ -510,6 +520,8 @@ impl Offload {
             // side by side.
             state.apart_bytes += std::mem::take(&mut state.given_up_bytes);
             state.window_bytes = budget.saturating_sub(others + state.apart_bytes);
+        } else {
+            state.window_bytes = self.at_least_slices(&state, self.0.options.prefetch_bytes);
         }
         let end = state.order.len();
         self.prefetch(&mut state, end);

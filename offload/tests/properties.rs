@@ -69,6 +69,7 @@ fn tight() -> OffloadOptions {
     OffloadOptions {
         in_flight_bytes: 0,
         prefetch_bytes: 0,
+        window_slices: 0,
         min_bytes: 0,
         host_bytes: Some(1 << 20),
         disk: disk(1 << 20),
@@ -351,6 +352,7 @@ fn options() -> impl Strategy<Value = OffloadOptions> {
         |(in_flight_bytes, prefetch_bytes, host, min, disk_bytes)| OffloadOptions {
             in_flight_bytes,
             prefetch_bytes,
+            window_slices: 0,
             min_bytes: [0, 0, 128][min],
             host_bytes: Some(host),
             disk: (disk_bytes > 0).then(|| disk(disk_bytes).unwrap()),

@@ -405,7 +405,7 @@ fn every_fault_is_an_error_and_the_next_step_works() {
 /// Once a step has shown how much there is, the end of the next is not sent out to come straight back.
 #[test]
 fn the_last_slices_are_not_sent_out() {
-    let options = OffloadOptions { in_flight_bytes: 2048, prefetch_bytes: 2048, ..roomy() };
+    let options = OffloadOptions { in_flight_bytes: 2048, prefetch_bytes: 2048, window_slices: 0, ..roomy() };
     let bench = Bench::new(HOST, options);
     for step in 0..3 {
         bench.offload.begin_forward(step);
@@ -426,7 +426,8 @@ fn the_last_slices_are_not_sent_out() {
 #[test]
 fn a_larger_budget_brings_more_back_ahead_of_need() {
     let in_bytes_at_the_start = |budget: usize| {
-        let options = OffloadOptions { prefetch_bytes: 1024, in_flight_bytes: 0, ..roomy() };
+        let options =
+            OffloadOptions { prefetch_bytes: 1024, in_flight_bytes: 0, window_slices: 0, ..roomy() };
         let bench = Bench::on(device(Some(budget)), HOST, options).unwrap();
         let mut ahead = 0;
         for step in 0..2 {

@@ -54,7 +54,13 @@ pub fn batch(config: &Gpt2Config, sequences: usize, context: usize, seed: u64) -
 
 /// Nothing is too small to leave, and next to nothing is held ahead of need.
 pub fn tiny_windows() -> OffloadOptions {
-    OffloadOptions { in_flight_bytes: 64, prefetch_bytes: 256, min_bytes: 0, ..OffloadOptions::default() }
+    OffloadOptions {
+        in_flight_bytes: 64,
+        prefetch_bytes: 256,
+        min_bytes: 0,
+        window_slices: 0,
+        ..OffloadOptions::default()
+    }
 }
 
 /// With a disk tier of its own, and host memory too small for all.

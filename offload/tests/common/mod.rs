@@ -115,7 +115,7 @@ pub fn disk(bytes: usize) -> Option<DiskOptions> {
 
 /// Held for nothing, and brought back one at a time.
 pub fn tight() -> OffloadOptions {
-    OffloadOptions { in_flight_bytes: 0, prefetch_bytes: 0, ..roomy() }
+    OffloadOptions { in_flight_bytes: 0, prefetch_bytes: 0, window_slices: 0, ..roomy() }
 }
 
 pub fn roomy() -> OffloadOptions {
