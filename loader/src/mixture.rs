@@ -218,6 +218,26 @@ impl Mixture {
         self.phases.iter().map(|phase| (phase.from, &phase.weights[..]))
     }
 
+    /// Where this mixture and another part ways before a position: the first position whose weights are not in the same
+    /// proportions, or come into force elsewhere. Without one, both draw the same samples up to there, whatever they do
+    /// after it; sources that one has beyond the other's are not drawn before it. Mixtures of two seeds or groups part at once.
+    pub fn parts_before(&self, other: &Self, position: u64) -> Option<u64> {
+        if position > 0 && (self.seed, self.group) != (other.seed, other.group) {
+            return Some(0);
+        }
+        let past = |mixture: &Self| mixture.phases.partition_point(|phase| phase.from < position);
+        let phases = past(self).max(past(other));
+        (0..phases).find_map(|index| {
+            let pair = [self, other].map(|mixture| mixture.phases[..past(mixture)].get(index));
+            let parts = match pair {
+                [Some(ours), Some(theirs)] => ours.from != theirs.from || !ours.draws_as(theirs),
+                _ => true,
+            };
+            let from = pair.into_iter().flatten().map(|phase| phase.from).min();
+            from.filter(|_| parts)
+        })
+    }
+
     /// For each source its samples before a position: where the source's own order goes on there.
     pub fn taken(&self, position: u64) -> Vec<u64> {
         let mut walk = self.walk_to(position / self.group);
@@ -280,6 +300,13 @@ impl Phase {
             return Err(bad("weights", expected, format!("{sum} of {weights:?}")));
         }
         Ok(Self { from, weights: weights.to_vec(), shares, before })
+    }
+
+    /// Whether sources come in the same proportions; one that only one of the two has must not come at all.
+    fn draws_as(&self, other: &Self) -> bool {
+        let share = |phase: &Self, source| phase.shares.get(source).copied().unwrap_or(0);
+        (0..self.shares.len().max(other.shares.len()))
+            .all(|source| share(self, source) == share(other, source))
     }
 }
 
@@ -588,6 +615,17 @@ impl MixtureLoader {
     /// Where the run is, once all batches that were taken are used.
     pub fn state(&self) -> MixtureState {
         self.state.clone()
+    }
+
+    /// Ends it, as [`Loader::finish`] does for each source.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WriteSums`], after all sources have ended.
+    pub fn finish(self) -> Result<MixtureState> {
+        let ended: Vec<_> = self.loaders.into_iter().flatten().map(Loader::finish).collect();
+        ended.into_iter().collect::<Result<Vec<_>>>()?;
+        Ok(self.state)
     }
 
     /// What the source's loader did so far, if it is drawn.

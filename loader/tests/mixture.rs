@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use ebbtide_loader::{
-    BlockOrder, Dataset, Error, LoaderOptions, Mixture, MixtureLoader, MixtureState, Order, Share, Source,
-    TokenWriter, order_of,
+    BlockOrder, Checksums, Dataset, Error, LoaderOptions, Mixture, MixtureLoader, MixtureState, Order, Share,
+    Source, TokenWriter, order_of,
 };
 use proptest::prelude::*;
 use tempfile::tempdir;
@@ -70,6 +70,31 @@ proptest! {
         }
         prop_assert_eq!(mixture.taken(to), counts);
         prop_assert!(mixture.draws(to).take(50).eq(mixture.draws(0).skip(to as usize).take(50)));
+    }
+
+    #[test]
+    fn mixtures_draw_alike_up_to_where_they_part(
+        seed: u64, first in weights(), early in changes(), late in changes(), other in changes(), add: bool,
+    ) {
+        let ours = mixture(seed, &first, &[early.clone(), late].concat(), 1);
+        let mut theirs = mixture(seed, &first, &[early.clone(), other].concat(), 1);
+        if add {
+            let last = theirs.changes().last().unwrap().0;
+            theirs.change(last + 1, &vec![1; theirs.sources() + 1]).unwrap();
+        }
+        let common = early.iter().map(|(steps, _)| steps).sum::<u64>();
+        for position in [0, common, common + 1, common + 70, 2000] {
+            let parts = ours.parts_before(&theirs, position);
+            prop_assert_eq!(parts, theirs.parts_before(&ours, position));
+            let alike = parts.unwrap_or(position);
+            prop_assert!(alike <= position && parts.is_none_or(|parts| parts > common));
+            prop_assert!(ours.draws(0).take(alike as usize).eq(theirs.draws(0).take(alike as usize)));
+        }
+        // Only proportions count.
+        let tripled: Vec<_> = first.iter().map(|weight| 3 * weight).collect();
+        prop_assert_eq!(ours.parts_before(&mixture(seed, &tripled, &early, 1), common), None);
+        prop_assert_eq!(ours.parts_before(&mixture(!seed, &first, &early, 1), 1), Some(0));
+        prop_assert_eq!(ours.parts_before(&ours.clone().grouped(1).unwrap(), u64::MAX), None);
     }
 
     #[test]
@@ -194,6 +219,21 @@ fn a_source_that_is_gone_need_not_be_there() {
     assert!(error.to_string().contains("none for source 0"), "{error}");
     let mut loader = MixtureLoader::new(&mixture, &sources, &options, &at(10)).unwrap();
     assert_eq!(loader.next().unwrap().sources, [1; 4]);
+}
+
+#[test]
+fn ending_puts_checksums_of_every_source_in_their_place() {
+    let folder = tempdir().unwrap();
+    let paths = ["a", "b"].map(|name| folder.path().join(name));
+    let sources = [source(&paths[0], 0, 2000), source(&paths[1], 2000, 2000)];
+    let mixture = Mixture::new(1, &[1, 1]).unwrap();
+    let options =
+        LoaderOptions { checksums: Checksums::Make(None), ..options(8, Share::default(), Order::Random) };
+    let mut loader = MixtureLoader::new(&mixture, &sources, &options, &MixtureState::default()).unwrap();
+    (0..4).for_each(|_| drop(loader.next().unwrap()));
+    let state = loader.state();
+    assert_eq!(loader.finish().unwrap(), state);
+    assert!(["a.sums", "b.sums"].iter().all(|name| folder.path().join(name).exists()));
 }
 
 #[test]
