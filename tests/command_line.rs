@@ -546,6 +546,25 @@ fn a_policy_that_did_nothing_is_said_so() {
 }
 
 #[test]
+fn plans_say_how_long_a_step_takes_at_least() {
+    let place = Place::new();
+    let plan = ["plan", "--precision", "bf16", "--ops", "--json", "--card"];
+    let seconds = |card| {
+        let plan: Value = serde_json::from_str(&place.succeed(&[&plan[..], &[card]].concat())).unwrap();
+        let time = &plan["rows"][0]["time"];
+        let seconds = time["seconds"].as_f64().unwrap();
+        let of_ops = time["ops"].as_array().unwrap().iter().map(|op| op["seconds"].as_f64().unwrap());
+        let (all, rate) = (of_ops.sum::<f64>(), time["tokens_per_second"].as_f64().unwrap());
+        assert!((all / seconds - 1.0).abs() < 0.01, "ops of {all} s, a step of {seconds}");
+        assert!((rate * seconds / (8.0 * 1024.0) - 1.0).abs() < 1e-9, "{rate}");
+        seconds
+    };
+    assert!(seconds("h200") < seconds("a100") && seconds("a100") < seconds("rtx-3090"));
+    let error = place.fail(&["plan", "--card", "abacus"]);
+    assert!(error.contains("abacus") && error.contains("h200"), "{error}");
+}
+
+#[test]
 fn plans_say_what_a_step_needs() {
     let place = Place::new();
     let table: Value = serde_json::from_str(&place.succeed(&[

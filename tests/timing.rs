@@ -4,7 +4,7 @@ use ebbtide::{
     engine::{
         Numerics, Precision,
         gpt2::Gpt2Config,
-        plan::{StepPlan, StepShape, StepTime, least_budget, timed},
+        plan::{StepPlan, StepShape, StepTime, least_budget, sized, timed},
     },
     kernels::Rates,
     offload::{Expression, OffloadOptions},
@@ -27,7 +27,8 @@ fn shape(model: &str, batch: usize) -> StepShape {
 
 fn run(shape: &StepShape, policy: &str, rates: &Rates, budget_bytes: Option<usize>) -> (StepPlan, StepTime) {
     let policy: Expression = policy.parse().unwrap();
-    timed(shape, policy, &OffloadOptions::default(), budget_bytes, rates).unwrap()
+    let options = sized(shape, policy.clone(), &OffloadOptions::default(), budget_bytes).unwrap();
+    timed(shape, policy, &options, budget_bytes, rates).unwrap()
 }
 
 const BOUNDARIES: &str = "recompute, h.*/input: offload";

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use ebbtide_kernels::{Device, MemoryReport, OpCount, OpTime, Rates};
 use ebbtide_offload::{Expression, OffloadOptions, OffloadReport, Policy, Tier, policy::Builtin};
+use serde::Serialize;
 
 use crate::{
     Batch, Engine, Error, Flat, Numerics, Result, Trainer, TrainerOptions,
@@ -68,7 +69,7 @@ pub struct StepTime {
 }
 
 /// The part of a step that is one kind of op.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OpPart {
     /// The op's name.
     pub name: String,
@@ -185,8 +186,7 @@ fn run(
     let window = vec![batch; shape.accumulate.min(ENOUGH_MICRO_BATCHES)];
     trainer.step(&window)?;
     engine.offload().take_report();
-    let flops_of = |device: &Device| -> u64 { device.op_counts().values().map(|count| count.flops).sum() };
-    let flops_before = flops_of(device);
+    let flops_of = |ops: &Ops| -> u64 { ops.0.values().map(|count| count.flops).sum() };
     let ops = || (device.op_counts(), device.op_times());
     let ops_before = ops();
     let clock = || {
@@ -195,7 +195,7 @@ fn run(
     };
     let before = clock();
     trainer.step(&window)?;
-    let after = clock();
+    let (after, ops_after) = (clock(), ops());
     let times = after.3.since(&before.3);
     let time = StepTime {
         seconds: after.0 - before.0,
@@ -204,9 +204,9 @@ fn run(
         transfer_seconds: times.transfer_seconds,
         launches: after.1 - before.1,
         micro_batches: window.len(),
-        ops: parts(&ops_before, &ops()),
+        ops: parts(&ops_before, &ops_after),
     };
-    let flops = flops_of(device) - flops_before;
+    let flops = flops_of(&ops_after) - flops_of(&ops_before);
     let offload = engine.offload().report();
     trainer.evaluate(&window[..1])?;
     let used = |tier| engine.offload().tier_usage(tier).1;
@@ -243,8 +243,8 @@ fn parts(before: &Ops, after: &Ops) -> Vec<OpPart> {
     parts
 }
 
-/// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; and
-/// as few segments recomputed for want of room as the budget allows, where the policy lets them be.
+/// The options made to fit a step: tiers as large as it needs, the host's where no size is given, the disk's where it is 0; windows
+/// of fewer slices where the budget does not lay out those asked for; and as few segments recomputed for want of room as the budget allows, where the policy lets them be.
 ///
 /// # Errors
 /// As for [`plan`].
@@ -256,7 +256,12 @@ pub fn sized(
 ) -> Result<OffloadOptions> {
     let policy = policy.into();
     let mut sized = options.clone();
-    let planned = match plan(shape, policy.clone(), &sized, budget_bytes) {
+    let mut planned = plan(shape, policy.clone(), &sized, budget_bytes);
+    while sized.window_slices > 0 && planned.as_ref().is_err_and(is_out_of_memory) {
+        sized.window_slices /= 2;
+        planned = plan(shape, policy.clone(), &sized, budget_bytes);
+    }
+    let planned = match planned {
         Err(error) if is_out_of_memory(&error) => {
             let first = recompute_first(shape, &policy, &sized, budget_bytes, error)?;
             sized.recompute_first = first;
@@ -337,7 +342,7 @@ pub fn least_budget(
     options: &OffloadOptions,
 ) -> Result<usize> {
     let policy = policy.into();
-    let options = &OffloadOptions { recompute_first: usize::MAX, ..options.clone() };
+    let options = &OffloadOptions { recompute_first: usize::MAX, window_slices: 0, ..options.clone() };
     const STEP: usize = 4096;
     let mut enough = plan(shape, policy.clone(), options, None)?.memory.extent_bytes.next_multiple_of(STEP);
     let mut too_little = 0;
@@ -372,6 +377,7 @@ pub struct Fit {
 /// # Errors
 /// A configuration that cannot be.
 pub fn nearest_fit(shape: &StepShape, budget_bytes: usize, options: &OffloadOptions) -> Result<Option<Fit>> {
+    let options = &OffloadOptions { window_slices: 0, ..options.clone() };
     for batch in (1..=shape.batch).rev().filter(|batch| shape.batch.is_multiple_of(*batch)) {
         let accumulate = shape.accumulate * (shape.batch / batch);
         for policy in Builtin::ALL {

@@ -248,6 +248,7 @@ impl Device {
 
     /// As [`Device::dry`], with a virtual clock: when each op would run on the `cuda` backend, on a card of these rates. The clock is
     /// the host's: it goes on by what each launch takes, and to the end of what the host waits for. [`Device::streams`] then has times.
+    /// An op that the backend has no kernels for is refused as it would be there.
     pub fn timed(rates: Rates, budget_bytes: Option<usize>) -> Self {
         let timeline = Box::new(Mutex::new(Timeline::new(rates)));
         Self::new(Backend::Dry(Some(timeline)), budget_bytes.unwrap_or(DRY_BYTES), budget_bytes)
@@ -579,6 +580,7 @@ impl Shared {
         match &self.backend {
             Backend::Cpu(backend) => backend.throttle(stream),
             Backend::Cuda(backend) => backend.check(&op)?,
+            Backend::Dry(Some(_)) => crate::cuda::check(&op)?,
             _ => {}
         }
         let mut state = self.lock();

@@ -150,3 +150,19 @@ fn cards_have_rates_by_name() {
     }
     assert_eq!(Rates::named("abacus"), None);
 }
+
+/// As on the backend itself.
+#[test]
+fn what_no_kernel_does_is_refused() {
+    use ebbtide_kernels::{
+        Error,
+        op::{Attention, AttentionShape},
+    };
+    let bench = Bench::new(unit());
+    let floats = |len| bench.device.alloc(len, DType::F32, Category::Workspace, "x").unwrap();
+    let shape = AttentionShape { batch: 1, context: 2, heads: 1, head_size: 129, scale: 1.0 };
+    let (qkv, out, lse) = (floats(2 * 3 * 129), floats(2 * 129), floats(2));
+    let attention = Attention { qkv, out, lse, shape, dropout: None };
+    let refused = bench.compute.submit(Op::Attention(attention));
+    assert!(matches!(refused, Err(Error::BadConstant { .. })), "{refused:?}");
+}

@@ -1,7 +1,7 @@
 //! `ebbtide plan`.
 
 use anyhow::{Result, bail};
-use clap::Args;
+use clap::{Args, builder::PossibleValuesParser};
 use ebbtide::{
     config::{Bytes, Numerics, Precision},
     engine::{
@@ -45,19 +45,15 @@ pub(crate) struct PlanArgs {
     /// A row for each of the usual policies rather than --policy
     #[arg(long, conflicts_with_all = ["policy", "offload_optimizer"])]
     table: bool,
-    /// Say too how long the step takes at least on this card: h200, a100, rtx-4090 or rtx-3090
-    #[arg(long, value_parser = card)]
-    card: Option<Rates>,
+    /// Say too how long the step takes at least on this card
+    #[arg(long, value_parser = PossibleValuesParser::new(Rates::NAMES))]
+    card: Option<String>,
     /// And what each kind of op takes of it
     #[arg(long, requires = "card", conflicts_with = "table")]
     ops: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-}
-
-fn card(name: &str) -> Result<Rates, String> {
-    Rates::named(name).ok_or_else(|| format!("no rates of that name: expected {}", Rates::NAMES.join(", ")))
 }
 
 /// A policy as a table names it: its expression, and whether the optimizer's state is in host memory.
@@ -107,18 +103,7 @@ struct Time {
     transfer_seconds: f64,
     launches: u64,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    ops: Vec<OpRow>,
-}
-
-/// The part of one kind of op.
-#[derive(Serialize)]
-struct OpRow {
-    name: String,
-    count: u64,
-    launches: u64,
-    flops: u64,
-    bytes: u64,
-    seconds: f64,
+    ops: Vec<OpPart>,
 }
 
 pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
@@ -141,13 +126,14 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
             args.model
         );
     }
+    let rates = args.card.as_deref().and_then(Rates::named);
     let row = |name: &str, policy: &Expression, offload_optimizer| -> Result<Row> {
         let shape = StepShape { offload_optimizer, ..shape };
         let disk = policy.uses_disk().then(|| DiskOptions::new(std::env::temp_dir(), 0));
         let options = OffloadOptions { disk, ..OffloadOptions::default() };
         let budget = args.memory.map(|memory| memory.0);
         let options = sized(&shape, policy.clone(), &options, budget)?;
-        let (planned, time) = match &args.card {
+        let (planned, time) = match &rates {
             Some(rates) => {
                 let (planned, time) = timed(&shape, policy.clone(), &options, budget, rates)?;
                 (planned, Some(Time::new(&shape, time, args.ops)))
@@ -179,7 +165,7 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
             "context": args.context,
             "accumulate": args.accumulate,
             "precision": args.precision.to_string(),
-            "card": args.card.map(|rates| rates.name),
+            "card": args.card,
             "rows": rows,
         });
         println!("{settings}");
@@ -189,8 +175,8 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
         "{} at {} × {} sequences of {} tokens, {}",
         args.model, args.accumulate, args.batch, args.context, args.precision
     );
-    if let Some(rates) = &args.card {
-        println!("on {} a step takes at least", rates.name);
+    if let Some(card) = &args.card {
+        println!("with the least that a step takes on {card}");
     }
     print!("\n{:<30}{:>13}{:>12}{:>12}{:>12}", "policy", "activations", "total", "host", "sent out");
     println!("{}", if args.card.is_some() { "       step   waits   tokens/s  launches" } else { "" });
@@ -236,14 +222,6 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
 
 impl Time {
     fn new(shape: &StepShape, time: StepTime, with_ops: bool) -> Self {
-        let row = |op: OpPart| OpRow {
-            name: op.name,
-            count: op.count,
-            launches: op.launches,
-            flops: op.flops,
-            bytes: op.bytes,
-            seconds: op.seconds,
-        };
         // A plan runs two micro-batches of a window at most.
         let tokens = shape.batch * shape.context * time.micro_batches;
         Time {
@@ -253,7 +231,7 @@ impl Time {
             exposed_seconds: time.exposed_seconds,
             transfer_seconds: time.transfer_seconds,
             launches: time.launches,
-            ops: if with_ops { time.ops.into_iter().map(row).collect() } else { Vec::new() },
+            ops: if with_ops { time.ops } else { Vec::new() },
         }
     }
 }

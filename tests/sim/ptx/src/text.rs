@@ -38,7 +38,8 @@ pub(crate) fn split(ptx: &str) -> Result<(Vec<Located>, HashMap<u32, String>), E
         if trimmed.starts_with(".section") {
             break; // Debug data of the host's tools: nothing follows it.
         }
-        if let Some(rest) = trimmed.strip_prefix(".loc") {
+        // A word of its own: `.local` declares a variable.
+        if let Some(rest) = trimmed.strip_prefix(".loc").filter(|rest| rest.starts_with([' ', '\t'])) {
             let mut words = rest.split([' ', '\t', ',']).filter(|word| !word.is_empty()).map(str::parse);
             let (Some(Ok(file)), Some(Ok(line))) = (words.next(), words.next()) else {
                 return Err(Error::Text {
@@ -130,6 +131,14 @@ mod tests {
     fn an_unfinished_statement_is_an_error_with_its_line() {
         let error = split(".version 9.0\n\nmov.u32 %r1, 2").unwrap_err();
         assert_eq!(error, Error::Text { line: 3, what: "the text ends within \"mov.u32 %r1, 2\"".into() });
+    }
+
+    #[test]
+    fn a_local_variable_is_no_line() {
+        let (items, _) = split(".entry k()\n{\n.loc\t1 7 3\n\t.local .align 16 .b8 \tdepot[16];\n}").unwrap();
+        let expected = "Statement(\".local .align 16 .b8 \\tdepot[16]\")";
+        assert_eq!(format!("{:?}", items[1].item), expected);
+        assert_eq!((items[1].place, items[1].line), (Place { file: 1, line: 7 }, 4));
     }
 
     #[test]
