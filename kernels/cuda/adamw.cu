@@ -27,10 +27,11 @@ struct Update {
     const float* gradient_scale;
     const float* found_inf;
     const u32* applied;
+    const u32* stop;
     AdamW c;
 
     template <int N> __device__ __forceinline__ void run() const {
-        if (found_inf && *found_inf != 0.f) return;
+        if (*stop || (found_inf && *found_inf != 0.f)) return;
         __shared__ float factors[2];
         if (threadIdx.x == 0) {
             u64 step = applied ? (u64)*applied + 1 : c.step;

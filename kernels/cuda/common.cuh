@@ -172,12 +172,20 @@ template <int N> __device__ __forceinline__ void drop(const Dropout& dropout, u6
 
 // The first thing that went wrong, in memory that the host reads: which submission, and which element held what.
 struct Failure {
-    u32 claimed, submission, element, value;
+    u32 noted, submission, element, value;
 };
 
-__device__ __forceinline__ void fail(Failure* failure, u32 submission, u32 element, u32 value) {
-    if (atomicCAS(&failure->claimed, 0u, 1u) == 0) failure->submission = submission, failure->element = element, failure->value = value;
-}
+// What a kernel that can fail is given. `stop` is of the device's own memory: the host hears of a failure when it next waits, and
+// what was queued before that and changes what outlives a step looks here and does nothing.
+struct Failing {
+    Failure* failure;
+    u32* stop;
+    u32 submission;
+
+    __device__ __forceinline__ void note(u32 element, u32 value) const {
+        if (atomicExch(stop, 1u) == 0) failure->submission = submission, failure->element = element, failure->value = value, failure->noted = 1;
+    }
+};
 
 // A kernel is a struct: its fields are the arguments, laid out as `arguments.rs` has them, and `run` is what every thread does.
 #define KERNEL(name, Kernel) \

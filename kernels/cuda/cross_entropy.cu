@@ -39,8 +39,7 @@ struct CrossEntropy {
     u32 vocabulary, with_gradient;
     float gradient_scale;
     const float* loss_scale;
-    Failure* failure;
-    u32 submission;
+    Failing failing;
 
     template <int N> __device__ __forceinline__ void run() const {
         __shared__ float maxima[32];
@@ -53,7 +52,7 @@ struct CrossEntropy {
         u32 tail = head + vectors * N;
         bool ignored = target < 0;
         if (!ignored && (u32)target >= vocabulary) {
-            if (threadIdx.x == 0) fail(failure, submission, row, (u32)target);
+            if (threadIdx.x == 0) failing.note(row, (u32)target);
             ignored = true;
         }
         Softmax state = {-infinity(), 0.f};

@@ -9,8 +9,7 @@ struct Embedding {
     u64 count;
     u32 vocabulary;
     Dropout dropout;
-    Failure* failure;
-    u32 submission;
+    Failing failing;
 
     template <int N> __device__ __forceinline__ void run() const {
         for (u64 at = N * (blockIdx.x * (u64)blockDim.x + threadIdx.x); at < count; at += N * (u64)gridDim.x * blockDim.x) {
@@ -18,7 +17,7 @@ struct Embedding {
             u32 column = (u32)(at % width);
             u32 token = tokens[row];
             if (token >= vocabulary) {
-                if (column == 0) fail(failure, submission, (u32)row, token);
+                if (column == 0) failing.note((u32)row, token);
                 token = 0;
             }
             float x[N], position[N];
@@ -40,14 +39,13 @@ struct EmbeddingBackwardTokens {
     float* dwte;
     u32 rows, width, vocabulary;
     Dropout dropout;
-    Failure* failure;
-    u32 submission;
+    Failing failing;
 
     template <int N> __device__ __forceinline__ void run() const {
         u32 own = blockIdx.x;
         u32 token = tokens[own];
         if (token >= vocabulary) {
-            if (threadIdx.x == 0) fail(failure, submission, own, token);
+            if (threadIdx.x == 0) failing.note(own, token);
             return;
         }
         __shared__ u32 matches[256];

@@ -128,10 +128,12 @@ struct ScalerUpdate {
     float* scale;
     u32* counters;
     float* found_inf;
+    const u32* stop;
     float growth, backoff, floor;
     u32 interval, hysteresis, unused;
 
     __device__ __forceinline__ void run() const {
+        if (*stop) return;
         if (*found_inf != 0.f) {
             *found_inf = 0.f;
             counters[SKIPPED]++;

@@ -116,7 +116,7 @@ fn launches(op: &Op) -> u64 {
         // Down, on the host, and up again.
         Op::Custom { inputs, outputs, .. } => (inputs.len() + 2 * outputs.len()) as u64,
         op => {
-            let nowhere = Target { base: 0, scratch: 0, failure: 0, submission: 0 };
+            let nowhere = Target { base: 0, scratch: 0, failure: 0, stop: 0, submission: 0 };
             plan(op, &nowhere).len() as u64
         }
     }

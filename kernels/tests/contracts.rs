@@ -227,3 +227,14 @@ fn indices_out_of_range_name_value_and_index() {
         assert_eq!(bench.down::<f32>(&after), [1.5]);
     }
 }
+
+#[cfg(target_os = "linux")]
+#[test]
+fn an_update_behind_a_failure_changes_nothing() {
+    use common::failures::{FAILURES, leaves_weights_alone};
+    for (fail, expected) in FAILURES {
+        for device in [cpu(2), Device::sim(SimOptions::default()).unwrap()] {
+            leaves_weights_alone(device, fail, expected);
+        }
+    }
+}

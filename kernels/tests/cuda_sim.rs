@@ -8,6 +8,7 @@ use common::{
     Bench,
     compare::{bytes_of, close, extra, floats, may_be_narrow, write_inputs},
     cpu,
+    failures::{FAILURES, leaves_weights_alone},
     ops::{OPS, SMALL, Sizes, embedding, operands},
     programs::{Outcome, Program, STREAMS, program, run},
 };
@@ -339,4 +340,16 @@ fn an_index_out_of_range_is_an_error_that_names_it() {
     let out = bench.device.alloc(3, DType::F32, Category::Workspace, "out").unwrap();
     bench.run(Op::Fill { out: out.clone(), value: 2.0 });
     assert_eq!(bench.down::<f32>(&out), [2.0; 3]);
+}
+
+/// The host hears of it later; the update was queued long before.
+#[test]
+fn an_update_behind_a_failure_changes_nothing() {
+    for (fail, expected) in FAILURES {
+        for order in [Order::Eager, Order::Lazy, Order::Random(1), Order::Random(2)] {
+            let card = fresh(order);
+            leaves_weights_alone(card.open(), fail, expected);
+            assert_eq!(card.findings(), [""; 0], "{order:?}");
+        }
+    }
 }

@@ -20,6 +20,7 @@ macro_rules! arguments {
 
 arguments! {
     Floats { data: Address, dtype: u32, unused: u32 }
+    Failing { failure: Address, stop: Address, submission: u32, unused: u32 }
     Dropout { seed: u64, site: u32, step: u32, threshold: u32, keep: f32 }
 
     Fill { out: Floats, value: f32, unused: u32, count: u64 }
@@ -65,18 +66,18 @@ arguments! {
     }
     Embedding {
         tokens: Address, wte: Floats, wpe: Floats, out: Floats, context: u32, width: u32, count: u64,
-        vocabulary: u32, unused: u32, dropout: Dropout, failure: Address, submission: u32, unused2: u32,
+        vocabulary: u32, unused: u32, dropout: Dropout, failing: Failing,
     }
     EmbeddingBackwardTokens {
         tokens: Address, dout: Floats, dwte: Address, rows: u32, width: u32, vocabulary: u32, unused: u32,
-        dropout: Dropout, failure: Address, submission: u32, unused2: u32,
+        dropout: Dropout, failing: Failing,
     }
     EmbeddingBackwardPositions {
         dout: Floats, dwpe: Address, batch: u32, unused: u32, sequence: u64, dropout: Dropout,
     }
     CrossEntropy {
         logits: Floats, targets: Address, losses: Address, vocabulary: u32, with_gradient: u32, gradient_scale: f32,
-        unused: u32, loss_scale: Address, failure: Address, submission: u32, unused2: u32,
+        unused: u32, loss_scale: Address, failing: Failing,
     }
 
     Partials { input: Floats, count: u64, partials: Address }
@@ -86,7 +87,7 @@ arguments! {
         sum_squares: Address, count: u64, norm: Address, coefficient: Address, max_norm: f32, unused: u32,
     }
     ScalerUpdate {
-        scale: Address, counters: Address, found_inf: Address, growth: f32, backoff: f32, floor: f32,
+        scale: Address, counters: Address, found_inf: Address, stop: Address, growth: f32, backoff: f32, floor: f32,
         interval: u32, hysteresis: u32, unused: u32,
     }
     MaxDifferencePartials { input: Floats, other: Floats, count: u64, partials: Address }
@@ -96,7 +97,7 @@ arguments! {
 
     AdamW {
         parameters: Address, gradients: Address, first_moment: Address, second_moment: Address, count: u64,
-        gradient_scale: Address, found_inf: Address, applied: Address,
+        gradient_scale: Address, found_inf: Address, applied: Address, stop: Address,
         learning_rate: f32, beta1: f32, beta2: f32, epsilon: f32, weight_decay: f32, unused: u32, step: u64,
     }
 }

@@ -27,8 +27,10 @@ pub(crate) struct Target {
     pub(crate) base: Address,
     /// [`SCRATCH_BYTES`] of the stream's own.
     pub(crate) scratch: Address,
-    /// A [`FAILURE_WORDS`] record of the first index that was out of range.
+    /// A [`FAILURE_WORDS`] record of the first index that was out of range, where the host can read it.
     pub(crate) failure: Address,
+    /// A u32 of device memory: 0, or updates that are queued do nothing.
+    pub(crate) stop: Address,
     /// What a failure is recorded as: the op's number.
     pub(crate) submission: u32,
 }
@@ -36,7 +38,7 @@ pub(crate) struct Target {
 /// Bytes of a stream's scratch: partial sums, and a bias in 16 bits of up to 512 Ki columns.
 pub(crate) const SCRATCH_BYTES: usize = 1 << 20;
 
-/// u32 words of a failure: claimed, submission, element, value.
+/// u32 words of a failure: noted, submission, element, value.
 pub(crate) const FAILURE_WORDS: usize = 4;
 
 /// One thing to hand to the driver or a library of it.
@@ -295,8 +297,7 @@ impl Plan {
                     count: count(&op.out),
                     vocabulary: op.vocabulary as u32,
                     dropout: Dropout::new(op.dropout.as_ref()),
-                    failure: self.target.failure,
-                    submission: self.target.submission,
+                    failing: self.failing(),
                     ..Default::default()
                 };
                 let wide = self.wide(&[&op.wte, &op.wpe, &op.out]) && op.width.is_multiple_of(8);
@@ -314,8 +315,7 @@ impl Plan {
                     width: op.width as u32,
                     vocabulary: op.vocabulary as u32,
                     dropout,
-                    failure: self.target.failure,
-                    submission: self.target.submission,
+                    failing: self.failing(),
                     ..Default::default()
                 };
                 let name = kernel!("embedding_backward_tokens", wide);
@@ -376,6 +376,7 @@ impl Plan {
                     scale: self.address(scale),
                     counters: self.address(counters),
                     found_inf: self.address(found_inf),
+                    stop: self.target.stop,
                     growth: rules.growth,
                     backoff: rules.backoff,
                     floor: rules.floor,
@@ -581,8 +582,7 @@ impl Plan {
             with_gradient: u32::from(op.gradient_scale.is_some()),
             gradient_scale: op.gradient_scale.unwrap_or(0.0),
             loss_scale: op.loss_scale.as_ref().map_or(0, |scale| self.address(scale)),
-            failure: self.target.failure,
-            submission: self.target.submission,
+            failing: self.failing(),
             ..Default::default()
         };
         let threads = if op.vocabulary >= 8192 { 512 } else { 128 };
@@ -602,6 +602,7 @@ impl Plan {
             gradient_scale: op.gradient_scale.as_ref().map_or(0, |scale| self.address(scale)),
             found_inf: op.scaled.as_ref().map_or(0, |scaled| self.address(&scaled.found_inf)),
             applied: op.scaled.as_ref().map_or(0, |scaled| self.address(&scaled.counters) + applied),
+            stop: self.target.stop,
             learning_rate: op.learning_rate,
             beta1: op.beta1,
             beta2: op.beta2,
@@ -666,6 +667,11 @@ impl Plan {
         }
         let argument = bytes_of(argument).to_vec();
         self.calls.push(Call::Launch(Launch { module, kernel, grid, block, argument }));
+    }
+
+    fn failing(&self) -> args::Failing {
+        let Target { failure, stop, submission, .. } = self.target;
+        args::Failing { failure, stop, submission, unused: 0 }
     }
 
     fn address(&self, slice: &Slice) -> Address {

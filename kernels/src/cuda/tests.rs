@@ -1,6 +1,6 @@
 //! Every op's launches, run by an interpreter of the kernels' own code that checks each access, against the `cpu` backend.
 //!
-//! A kernel may touch what its op declares, its stream's scratch and the failure record, and nothing else: other addresses do not
+//! A kernel may touch what its op declares, its stream's scratch, the failure record and its word, and nothing else: other addresses do not
 //! exist here. What it reads and writes of an operand is held against the operand's mode.
 
 use std::ops::Range;
@@ -26,8 +26,9 @@ use common::{
 const BASE: u64 = 1 << 40;
 const SCRATCH: u64 = 1 << 44;
 const FAILURE: u64 = 1 << 45;
+const STOP: u64 = 1 << 46;
 
-const TARGET: Target = Target { base: BASE, scratch: SCRATCH, failure: FAILURE, submission: 7 };
+const TARGET: Target = Target { base: BASE, scratch: SCRATCH, failure: FAILURE, stop: STOP, submission: 7 };
 
 /// Pieces of memory; there is nothing between them.
 #[derive(Default)]
@@ -174,6 +175,7 @@ fn memory(bench: &Bench, op: &Op) -> Pieces {
     let mut memory = Pieces::default();
     memory.add(SCRATCH, vec![0; SCRATCH_BYTES], false);
     memory.add(FAILURE, vec![0; 4 * FAILURE_WORDS], true);
+    memory.add(STOP, vec![0; 4], true);
     for (_, slice, mode) in operands(op) {
         match mode {
             Mode::Write => memory.add(addresses(&slice).start, vec![0xCD; slice.bytes()], false),
@@ -201,8 +203,8 @@ fn agrees(bench: &Bench, op: &Op, terms: usize, seed: u64) {
         let expected = floats(&bytes_of(bench, slice), slice.dtype());
         close(&format!("{op:?} {name}"), &found, &expected, slice.dtype(), terms, extra(op));
     }
-    let failure = memory.bytes(FAILURE, 4).unwrap();
-    assert_eq!(failure, [0; 4], "{op:?}: no index is out of range");
+    let stop = memory.bytes(STOP, 4).unwrap();
+    assert_eq!(stop, [0; 4], "{op:?}: no index is out of range");
 }
 
 fn all_agree(ops: &[fn(Sizes, New<'_>) -> Op], sizes: Sizes, mix: u64, offset: usize, seed: u64) {

@@ -3,6 +3,8 @@
 #![allow(dead_code, unreachable_pub)] // Each test uses its part.
 
 pub(crate) mod compare;
+#[cfg(target_os = "linux")]
+pub(crate) mod failures;
 pub(crate) mod ops;
 pub(crate) mod programs;
 

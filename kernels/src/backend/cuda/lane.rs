@@ -14,7 +14,10 @@ use std::{
     thread::JoinHandle,
 };
 
-use super::driver::{Context, DeviceMemory, Event, Result, Stream};
+use super::{
+    driver::{Context, DeviceMemory, Event, Result, Stream},
+    stop::Stop,
+};
 use crate::{Error, FileSlice, HostSlice};
 
 /// The first error since it was last taken; the others follow from it.
@@ -234,12 +237,12 @@ impl Lane {
         number: u64,
         mut after: Vec<Point>,
         op: FileOp,
-        (pool, errors, word): (&mut EventPool, &FirstError, Word),
+        (pool, errors, stop, word): (&mut EventPool, &FirstError, &Arc<Stop>, Word),
     ) -> Result<(), Error> {
         after.extend(self.point(self.issued, pool).map_err(|failed| failed.doing("a file transfer"))?);
         let files = match &mut self.files {
             Some(files) => files,
-            None => self.files.insert(Files::start(errors.clone(), word)?),
+            None => self.files.insert(Files::start(errors.clone(), stop.clone(), word)?),
         };
         let done = files.progress.done();
         files.pending = files.pending.split_off(&(done + 1));
@@ -275,20 +278,20 @@ impl Lane {
 }
 
 impl Files {
-    fn start(errors: FirstError, word: Word) -> Result<Self, Error> {
+    fn start(errors: FirstError, stop: Arc<Stop>, word: Word) -> Result<Self, Error> {
         let (sender, receiver) = channel();
         let progress = Arc::new(Progress { done: Mutex::new(0), changed: Condvar::new(), word });
         let of_thread = progress.clone();
         let thread = std::thread::Builder::new()
             .name("ebbtide-files".to_string())
-            .spawn(move || run(&receiver, &of_thread, &errors))
+            .spawn(move || run(&receiver, &of_thread, &errors, &stop))
             .map_err(|cause| Error::Start(format!("a thread for a stream's files: {cause}")))?;
         let (jobs, thread) = (Some(sender), Some(thread));
         Ok(Files { jobs, thread, progress, pending: BTreeSet::new(), last: 0, waited: 0 })
     }
 }
 
-fn run(jobs: &Receiver<FileJob>, progress: &Progress, errors: &FirstError) {
+fn run(jobs: &Receiver<FileJob>, progress: &Progress, errors: &FirstError, stop: &Stop) {
     while let Ok(FileJob { number, after, op }) = jobs.recv() {
         if let Some(failed) = after.iter().find_map(|point| point.wait().err()) {
             errors.set(failed.doing("waiting to transfer a file"));
@@ -297,6 +300,8 @@ fn run(jobs: &Receiver<FileJob>, progress: &Progress, errors: &FirstError) {
             && let Err(message) = op.run()
         {
             errors.set(Error::OpFailed { op: op.name().to_string(), message });
+            // Before what waits for this goes on. A device that does not answer runs nothing that would.
+            let _ = stop.raise();
         }
         progress.finish(number);
     }

@@ -7,14 +7,16 @@
 //! Device memory is one allocation, of which the arena hands out parts; so ranges are reused without asking the driver, and the
 //! order layer's rule, which is by address, holds for what it handed out before.
 //!
-//! An index out of range is noted by the kernel that meets it, in memory that the host reads when it next waits; ops that were
-//! queued before then have run, and are as wrong as their input.
+//! An index out of range is noted by the kernel that meets it, in memory that the host reads when it next waits; a file's thread notes
+//! what it cannot read or write. Ops that were queued before then run, and are as wrong as their input, except those that change
+//! what outlives a step: updates of weights and of the loss scale look at [`Stop`] first.
 
 mod driver;
 mod lane;
 mod modules;
 mod pinned;
 mod products;
+mod stop;
 
 use std::{
     collections::VecDeque,
@@ -27,6 +29,7 @@ use lane::{EventPool, FileOp, FirstError, Lane, Word};
 use modules::Modules;
 use pinned::{Slabs, pieces};
 use products::{Products, WORKSPACE_BYTES};
+use stop::Stop;
 
 pub(crate) use pinned::{PinOnUse, PinnedBlock};
 
@@ -55,6 +58,7 @@ const MOST_FALLIBLE: usize = 1 << 16;
 pub(crate) struct CudaBackend {
     state: Mutex<State>,
     errors: FirstError,
+    stop: Arc<Stop>,
     control: Pinned,
     memory: DeviceMemory,
     slabs: Arc<Slabs>,
@@ -105,8 +109,9 @@ impl CudaBackend {
             fallible: VecDeque::new(),
             submission: 0,
         };
+        let stop = Arc::new(Stop::new(&context).map_err(starting)?);
         let (state, errors, slabs) = (Mutex::new(state), FirstError::default(), Slabs::new(&context));
-        Ok((CudaBackend { state, errors, control, memory, slabs, context }, bytes))
+        Ok((CudaBackend { state, errors, stop, control, memory, slabs, context }, bytes))
     }
 
     /// The card's name.
@@ -165,7 +170,12 @@ impl CudaBackend {
     }
 
     pub(crate) fn take_error(&self) -> Result<()> {
-        self.errors.take().map_or(Ok(()), Err)
+        let error = self.errors.take();
+        if error.is_some() {
+            // A device that does not answer says so again at the next call.
+            let _ = self.stop.clear();
+        }
+        error.map_or(Ok(()), Err)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -210,7 +220,7 @@ impl CudaBackend {
                 return Ok(());
             }
         };
-        lane.transfer(stamp.number, points, file_op, (&mut state.pool, &self.errors, word))
+        lane.transfer(stamp.number, points, file_op, (&mut state.pool, &self.errors, &self.stop, word))
     }
 
     /// What goes into the driver's queue.
@@ -275,7 +285,8 @@ impl CudaBackend {
         let lane = lanes[stamp.stream].as_mut().expect("looked up before");
         let scratch = address(&self.context, &mut lane.scratch, SCRATCH_BYTES)?;
         let failure = self.control.start.as_ptr() as u64;
-        let target = Target { base: self.memory.start, scratch, failure, submission };
+        let target =
+            Target { base: self.memory.start, scratch, failure, stop: self.stop.address(), submission };
         for call in plan(op, &target) {
             // SAFETY: the op passed its check, so what the calls touch is its operands' memory, the stream's scratch and the
             // failure's record; its waits are queued before, so by the order layer nobody else uses those.
@@ -350,10 +361,10 @@ impl CudaBackend {
         let record = self.control.start.as_ptr().cast::<u32>();
         // SAFETY: the record lies in the page. A kernel may be writing it: the words are read one by one, and the first says that
         // one has; which it is shows when its stream is waited for.
-        let [claimed, submission, element, value] =
+        let [noted, submission, element, value] =
             [0, 1, 2, 3].map(|word| unsafe { record.add(word).read_volatile() });
         const { assert!(FAILURE_WORDS == 4) };
-        if claimed == 0 {
+        if noted == 0 {
             return;
         }
         let state = self.lock();
