@@ -118,7 +118,8 @@ pub struct StreamReport {
     pub ops: u64,
     /// Waits on other streams that the order layer added.
     pub waits: u64,
-    /// Seconds that ops ran, virtual ones on [`Device::timed`]; 0 where nothing is timed (`cuda`, `sim`, `dry`).
+    /// Seconds that ops ran, virtual ones on [`Device::timed`], the device's on `cuda`, where what kernels between two waits lacked
+    /// because the host was late counts too; 0 where nothing is timed (`sim`, `dry`).
     pub busy_seconds: f64,
     /// Seconds that the stream stood still, waiting for another; 0 where nothing is timed.
     pub wait_seconds: f64,
@@ -480,6 +481,7 @@ impl Device {
         let mut reports = self.0.lock().streams.clone();
         match &self.0.backend {
             Backend::Cpu(backend) => backend.fill_times(&mut reports),
+            Backend::Cuda(backend) => backend.fill_times(&mut reports),
             Backend::Dry(Some(timeline)) => lock(timeline).fill_times(&mut reports),
             _ => {}
         }

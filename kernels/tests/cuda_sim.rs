@@ -353,3 +353,54 @@ fn an_update_behind_a_failure_changes_nothing() {
         }
     }
 }
+
+/// By the driver's virtual clock: 1 µs a kernel or copy, and 1 ns a byte that is copied.
+#[test]
+fn streams_are_timed_by_the_devices_clock() {
+    for order in [Order::Eager, Order::Lazy, Order::Random(3)] {
+        let card = fresh(order);
+        let device = card.open();
+        let [compute, copies, files] = ["compute", "copies", "files"].map(|name| device.stream(name));
+        let alloc = || device.alloc(1000, DType::F32, Category::Workspace, "x").unwrap();
+        let (x, y, host) = (alloc(), alloc(), device.host_buffer(FILE_ALIGNMENT, "host").unwrap());
+        let fill = |out: &Slice| compute.submit(Op::Fill { out: out.clone(), value: 1.0 }).unwrap();
+        for _ in 0..2 {
+            [&x, &x, &y].into_iter().for_each(fill);
+            copies.submit(Op::CopyOut { input: x.clone(), out: host.part(0..4000).unwrap() }).unwrap();
+            // Two that the copy leaves to be done meanwhile.
+            [&y, &y, &x].into_iter().for_each(fill);
+        }
+        device.synchronize().unwrap();
+        let report = |stream: &ebbtide_kernels::Stream| stream.report();
+        let close =
+            |found: f64, nanos: f64| assert!((found - nanos * 1e-9).abs() < 1e-12, "{order:?} {found}");
+        let (on_device, copied) = (report(&compute), report(&copies));
+        // A copy goes from 3 to 8 µs, and the fill after it comes at 8; the next goes from 12 to 17.
+        close(on_device.busy_seconds + on_device.wait_seconds, 18e3);
+        close(copied.busy_seconds + copied.wait_seconds, 17e3);
+        // Where the host has seen that there is nothing to wait for, it waits for nothing.
+        if order == Order::Lazy {
+            close(on_device.wait_seconds_on["copies"], 6e3);
+            close(copied.wait_seconds_on["compute"], 3e3 + 4e3);
+        }
+        let busy = on_device.busy_seconds;
+        // A queue without work is neither busy nor waiting.
+        fill(&x);
+        device.synchronize().unwrap();
+        close(report(&compute).busy_seconds - busy, 1e3);
+        // A file's thread is timed by the host, as the wait for it is by the device, whose clock is not the host's.
+        let options = SpillOptions { folder: std::env::temp_dir(), bytes: FILE_ALIGNMENT, verify: false };
+        let file = device.spill_file(&options).unwrap().part(0..FILE_ALIGNMENT).unwrap();
+        copies.submit(Op::CopyOut { input: x.clone(), out: host.part(0..4000).unwrap() }).unwrap();
+        files.submit(Op::WriteFile { input: host.all(), file }).unwrap();
+        copies.submit(Op::CopyOut { input: x.clone(), out: host.part(0..4000).unwrap() }).unwrap();
+        device.synchronize().unwrap();
+        assert!(report(&files).busy_seconds > 0.0);
+        if order == Order::Lazy {
+            let waits = |stream, on: &str| report(stream).wait_seconds_on.contains_key(on);
+            assert!(waits(&files, "copies") && waits(&copies, "files"));
+        }
+        drop((x, y, host, compute, copies, files, device));
+        assert_eq!(card.findings(), [""; 0], "{order:?}");
+    }
+}

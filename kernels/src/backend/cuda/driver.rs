@@ -391,10 +391,11 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    pub(super) fn new(context: &Arc<Context>) -> Result<Self> {
+    /// A `timed` one also says when it was.
+    pub(super) fn new(context: &Arc<Context>, timed: bool) -> Result<Self> {
         let mut event = null_mut();
-        let flags =
-            CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32 | CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        let untimed = if timed { 0 } else { CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 };
+        let flags = CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32 | untimed;
         context.bind()?;
         // SAFETY: a context is current; a handle is written.
         unsafe { call!(cuEventCreate(&mut event, flags)) }?;
@@ -413,6 +414,14 @@ impl Event {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
         }
+    }
+
+    /// Seconds since an earlier one, by the device's clock. Both are timed and done.
+    pub(super) fn seconds_since(&self, earlier: &Event) -> Result<f64> {
+        let mut milliseconds = 0.0;
+        // SAFETY: the events are there; a number is written.
+        unsafe { call!(cuEventElapsedTime_v2(&mut milliseconds, earlier.event, self.event)) }?;
+        Ok(f64::from(milliseconds) / 1e3)
     }
 
     /// Waits on the host.

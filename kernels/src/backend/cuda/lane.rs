@@ -12,11 +12,13 @@ use std::{
         mpsc::{Receiver, Sender, channel},
     },
     thread::JoinHandle,
+    time::Instant,
 };
 
 use super::{
     driver::{Context, DeviceMemory, Event, Result, Stream},
     stop::Stop,
+    times::{Times, Totals},
 };
 use crate::{Error, FileSlice, HostSlice};
 
@@ -48,7 +50,7 @@ pub(super) struct EventPool(Vec<Event>);
 
 impl EventPool {
     fn take(&mut self, context: &Arc<Context>) -> Result<Event> {
-        self.0.pop().map_or_else(|| Event::new(context), Ok)
+        self.0.pop().map_or_else(|| Event::new(context, false), Ok)
     }
 
     /// An event that a host thread still holds dies with it.
@@ -72,6 +74,7 @@ pub(super) struct Lane {
     recorded: VecDeque<(u64, Arc<Event>)>,
     /// Host memory of queued copies, by number.
     held: VecDeque<(u64, HostSlice)>,
+    times: Times,
     files: Option<Files>,
 }
 
@@ -92,6 +95,7 @@ pub(super) struct Progress {
     done: Mutex<u64>,
     changed: Condvar,
     word: Word,
+    times: Mutex<Totals>,
 }
 
 /// The low half of the number of the last transfer that is done, in pinned memory that outlives the thread and the queue.
@@ -110,6 +114,10 @@ impl Progress {
 
     fn lock(&self) -> MutexGuard<'_, u64> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn times(&self) -> MutexGuard<'_, Totals> {
+        self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn finish(&self, number: u64) {
@@ -152,7 +160,8 @@ pub(super) enum FileOp {
 
 struct FileJob {
     number: u64,
-    after: Vec<Point>,
+    /// With the numbers of their streams, this one not named.
+    after: Vec<(Option<usize>, Point)>,
     op: FileOp,
 }
 
@@ -167,6 +176,7 @@ impl Lane {
             done: 0,
             recorded: VecDeque::new(),
             held: VecDeque::new(),
+            times: Times::new(context),
             files: None,
         })
     }
@@ -175,12 +185,36 @@ impl Lane {
     pub(super) fn follow_files(&mut self) -> Result<()> {
         if let Some(files) = self.files.as_mut().filter(|files| files.waited < files.last) {
             if files.progress.done() < files.last {
+                self.times.before_wait(&self.stream)?;
                 // SAFETY: the word lives as long as the backend, which waits for its streams at its end.
                 unsafe { self.stream.wait_value(files.progress.word.0.cast(), files.last as u32) }?;
+                // The thread times them itself.
+                self.times.after_wait(&self.stream, None)?;
             }
             files.waited = files.last;
         }
         Ok(())
+    }
+
+    /// The driver's queue is about to be given an op.
+    pub(super) fn begin(&mut self) -> Result<()> {
+        self.times.begin(&self.stream)
+    }
+
+    /// The queue has nothing more to do for now, as far as its times go.
+    pub(super) fn rest(&mut self) -> Result<()> {
+        self.times.end(&self.stream)
+    }
+
+    /// What its time went to.
+    pub(super) fn totals(&mut self) -> Result<Totals> {
+        let mut totals = self.times.settle()?.clone();
+        if let Some(files) = &self.files {
+            let Totals { busy, waited } = &*files.progress.times();
+            totals.busy += busy;
+            waited.iter().for_each(|(&on, seconds)| *totals.waited.entry(on).or_default() += seconds);
+        }
+        Ok(totals)
     }
 
     /// An op was given to the driver's queue.
@@ -220,26 +254,30 @@ impl Lane {
         Ok(Some(Point::Event(event)))
     }
 
-    /// What is queued from now on comes after another stream's point.
-    pub(super) fn wait(&self, point: &Point) -> Result<()> {
+    /// What is queued from now on comes after a point of the stream `on`.
+    pub(super) fn wait(&mut self, on: usize, point: &Point) -> Result<()> {
+        self.times.before_wait(&self.stream)?;
         match point {
             Point::Event(event) => self.stream.wait(event),
             // SAFETY: as in `follow_files`.
             Point::File(progress, number) => unsafe {
                 self.stream.wait_value(progress.word.0.cast(), *number as u32)
             },
-        }
+        }?;
+        self.times.after_wait(&self.stream, Some(on))
     }
 
     /// Hands a file transfer to the stream's thread, which is started by the first.
     pub(super) fn transfer(
         &mut self,
         number: u64,
-        mut after: Vec<Point>,
+        after: Vec<(usize, Point)>,
         op: FileOp,
         (pool, errors, stop, word): (&mut EventPool, &FirstError, &Arc<Stop>, Word),
     ) -> Result<(), Error> {
-        after.extend(self.point(self.issued, pool).map_err(|failed| failed.doing("a file transfer"))?);
+        let own = self.point(self.issued, pool).map_err(|failed| failed.doing("a file transfer"))?;
+        let after = after.into_iter().map(|(on, point)| (Some(on), point));
+        let after = own.into_iter().map(|point| (None, point)).chain(after).collect();
         let files = match &mut self.files {
             Some(files) => files,
             None => self.files.insert(Files::start(errors.clone(), stop.clone(), word)?),
@@ -280,7 +318,12 @@ impl Lane {
 impl Files {
     fn start(errors: FirstError, stop: Arc<Stop>, word: Word) -> Result<Self, Error> {
         let (sender, receiver) = channel();
-        let progress = Arc::new(Progress { done: Mutex::new(0), changed: Condvar::new(), word });
+        let progress = Arc::new(Progress {
+            done: Mutex::new(0),
+            changed: Condvar::new(),
+            word,
+            times: Mutex::default(),
+        });
         let of_thread = progress.clone();
         let thread = std::thread::Builder::new()
             .name("ebbtide-files".to_string())
@@ -293,9 +336,17 @@ impl Files {
 
 fn run(jobs: &Receiver<FileJob>, progress: &Progress, errors: &FirstError, stop: &Stop) {
     while let Ok(FileJob { number, after, op }) = jobs.recv() {
-        if let Some(failed) = after.iter().find_map(|point| point.wait().err()) {
-            errors.set(failed.doing("waiting to transfer a file"));
+        for (on, point) in after {
+            let start = Instant::now();
+            if let Err(failed) = point.wait() {
+                errors.set(failed.doing("waiting to transfer a file"));
+                break;
+            }
+            if on.is_some() {
+                progress.times().add(on, start.elapsed());
+            }
         }
+        let start = Instant::now();
         if errors.get().is_none()
             && let Err(message) = op.run()
         {
@@ -303,6 +354,7 @@ fn run(jobs: &Receiver<FileJob>, progress: &Progress, errors: &FirstError, stop:
             // Before what waits for this goes on. A device that does not answer runs nothing that would.
             let _ = stop.raise();
         }
+        progress.times().add(None, start.elapsed());
         progress.finish(number);
     }
 }

@@ -17,6 +17,7 @@ mod modules;
 mod pinned;
 mod products;
 mod stop;
+mod times;
 
 use std::{
     collections::VecDeque,
@@ -35,7 +36,7 @@ pub(crate) use pinned::{PinOnUse, PinnedBlock};
 
 use super::Job;
 use crate::{
-    CudaUnavailable, Error, HostSlice, Op, Result, Slice,
+    CudaUnavailable, Error, HostSlice, Op, Result, Slice, StreamReport,
     arena::ALIGNMENT,
     cuda::{Call, FAILURE_WORDS, Launch, SCRATCH_BYTES, Target, check, plan},
     memory::HostBlock,
@@ -169,6 +170,19 @@ impl CudaBackend {
         self.errors.get().map_or(Ok(()), Err)
     }
 
+    /// What each stream's time went to, as far as it is over.
+    pub(crate) fn fill_times(&self, reports: &mut [StreamReport]) {
+        let names: Vec<String> = reports.iter().map(|report| report.name.clone()).collect();
+        for (report, lane) in reports.iter_mut().zip(&mut self.lock().lanes) {
+            // A device that does not answer says so where it is waited for.
+            let totals = lane.as_mut().and_then(|lane| lane.totals().ok()).unwrap_or_default();
+            report.busy_seconds = totals.busy;
+            report.wait_seconds = totals.waited.values().sum();
+            report.wait_seconds_on =
+                totals.waited.into_iter().map(|(on, s)| (names[on].clone(), s)).collect();
+        }
+    }
+
     pub(crate) fn take_error(&self) -> Result<()> {
         let error = self.errors.take();
         if error.is_some() {
@@ -190,6 +204,7 @@ impl CudaBackend {
         let mut points = Vec::new();
         for stamp in stamps.iter().filter(|stamp| stamp.number > 0) {
             if let Some(lane) = &mut lanes[stamp.stream] {
+                lane.rest().map_err(doing)?;
                 points.extend(lane.point(stamp.number, pool).map_err(doing)?);
             }
         }
@@ -203,7 +218,8 @@ impl CudaBackend {
         let mut points = Vec::new();
         for wait in waits {
             if let Some(lane) = &mut state.lanes[wait.stream] {
-                points.extend(lane.point(wait.number, &mut state.pool).map_err(doing)?);
+                let point = lane.point(wait.number, &mut state.pool).map_err(doing)?;
+                points.extend(point.map(|point| (wait.stream, point)));
             }
         }
         let word = self.word(stamp.stream);
@@ -215,7 +231,8 @@ impl CudaBackend {
             Op::ReadFile { file, out } => FileOp::Read { file, out },
             op => {
                 lane.follow_files().map_err(doing)?;
-                points.iter().try_for_each(|point| lane.wait(point)).map_err(doing)?;
+                points.iter().try_for_each(|(on, point)| lane.wait(*on, point)).map_err(doing)?;
+                lane.begin().map_err(doing)?;
                 self.queue(state, stamp, op)?;
                 return Ok(());
             }
@@ -275,6 +292,7 @@ impl CudaBackend {
         lane.reap(pool)?;
         lane.issued(stamp.number);
         lane.hold(stamp.number, slice.clone());
+        lane.rest()?;
         lane.record(pool)?;
         Ok(())
     }
@@ -345,6 +363,7 @@ impl CudaBackend {
             unsafe { lane.stream.copy_to_device(to, block.start().as_ptr(), slice.bytes()) }
                 .map_err(doing)?;
         }
+        lane.rest().map_err(doing)?;
         lane.stream.synchronize().map_err(doing)?;
         lane.issued(stamp.number);
         Ok(())

@@ -4,7 +4,8 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmodule, CUresult, CUstream,
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUevent_flags, CUfunction, CUmodule,
+    CUresult, CUstream,
 };
 use ebbtide_simgpu::Product;
 
@@ -360,9 +361,23 @@ unsafe extern "C" fn cuLaunchKernel(
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn cuEventCreate(event: *mut CUevent, _flags: c_uint) -> CUresult {
+unsafe extern "C" fn cuEventCreate(event: *mut CUevent, flags: c_uint) -> CUresult {
+    let timed = flags & CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 == 0;
     // SAFETY: the caller's contract.
-    unsafe { give("cuEventCreate", event, |state| Ok(state.world.event())) }
+    unsafe { give("cuEventCreate", event, |state| Ok(state.world.event(timed))) }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: CUevent, end: CUevent) -> CUresult {
+    result(current().and_then(|device| {
+        let (start, end) = (id(&device, start)?, id(&device, end)?);
+        device.call("cuEventElapsedTime_v2", |state| {
+            let nanos = state.world.elapsed(start, end).map_err(code_of)?;
+            let nanos = nanos.ok_or(CUresult::CUDA_ERROR_NOT_READY)?;
+            // SAFETY: the caller's contract.
+            unsafe { put(milliseconds, nanos as f32 / 1e6) }
+        })
+    }))
 }
 
 #[unsafe(no_mangle)]
