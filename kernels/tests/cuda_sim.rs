@@ -323,6 +323,23 @@ fn a_lost_device_is_an_error() {
     }
 }
 
+/// Two cards, and a card and the CPU.
+#[test]
+fn operands_of_another_device_are_refused() {
+    let cards = [fresh(Order::Lazy), fresh(Order::Lazy)];
+    let benches = [Bench::new(cards[0].open()), Bench::new(cards[1].open()), Bench::new(cpu(1))];
+    for (own, other) in [(0, 1), (0, 2), (2, 1)] {
+        let op = Op::Add { input: benches[other].up(&[1.0f32]), out: benches[own].up(&[2.0f32]) };
+        let expected = Error::OtherDevice { op: "add".to_string(), operand: "input" };
+        assert_eq!(benches[own].stream.submit(op), Err(expected));
+        let host = benches[other].device.host_buffer(4, "host").unwrap();
+        let op = Op::CopyIn { input: host.all(), out: benches[own].up(&[2.0f32]) };
+        assert!(matches!(benches[own].stream.submit(op), Err(Error::OtherDevice { .. })));
+    }
+    drop(benches);
+    assert_eq!(cards.map(|card| card.findings()), [const { Vec::<String>::new() }; 2]);
+}
+
 #[test]
 fn an_index_out_of_range_is_an_error_that_names_it() {
     let card = fresh(Order::Lazy);

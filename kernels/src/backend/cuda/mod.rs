@@ -39,6 +39,7 @@ use crate::{
     CudaUnavailable, Error, HostSlice, Op, Result, Slice, StreamReport,
     arena::ALIGNMENT,
     cuda::{Call, FAILURE_WORDS, Launch, SCRATCH_BYTES, Target, check, plan},
+    error::bytes,
     memory::HostBlock,
     op::CustomOp,
     order::Stamp,
@@ -62,6 +63,8 @@ pub(crate) struct CudaBackend {
     stop: Arc<Stop>,
     control: Pinned,
     memory: DeviceMemory,
+    /// Its bytes.
+    budget: usize,
     slabs: Arc<Slabs>,
     context: Arc<Context>,
 }
@@ -112,7 +115,7 @@ impl CudaBackend {
         };
         let stop = Arc::new(Stop::new(&context).map_err(starting)?);
         let (state, errors, slabs) = (Mutex::new(state), FirstError::default(), Slabs::new(&context));
-        Ok((CudaBackend { state, errors, stop, control, memory, slabs, context }, bytes))
+        Ok((CudaBackend { state, errors, stop, control, memory, budget: bytes, slabs, context }, bytes))
     }
 
     /// The card's name.
@@ -301,7 +304,7 @@ impl CudaBackend {
         let submission = state.remember(op);
         let State { lanes, modules, products, .. } = state;
         let lane = lanes[stamp.stream].as_mut().expect("looked up before");
-        let scratch = address(&self.context, &mut lane.scratch, SCRATCH_BYTES)?;
+        let scratch = self.beside(&mut lane.scratch, SCRATCH_BYTES)?;
         let failure = self.control.start.as_ptr() as u64;
         let target =
             Target { base: self.memory.start, scratch, failure, stop: self.stop.address(), submission };
@@ -312,7 +315,7 @@ impl CudaBackend {
                 match call {
                     Call::Launch(launch) => run(modules, lane, &launch)?,
                     Call::Product(product, own) => {
-                        let workspace = address(&self.context, &mut lane.workspace, WORKSPACE_BYTES)?;
+                        let workspace = self.beside(&mut lane.workspace, WORKSPACE_BYTES)?;
                         if !products.run(&product, &lane.stream, workspace)? {
                             run(modules, lane, &own)?;
                         }
@@ -324,6 +327,28 @@ impl CudaBackend {
         }
         lane.issued(stamp.number);
         Ok(())
+    }
+
+    /// Memory beside the budget that a stream keeps once it has needed it.
+    fn beside(&self, memory: &mut Option<DeviceMemory>, wanted: usize) -> driver::Result<u64> {
+        if let Some(memory) = memory {
+            return Ok(memory.start);
+        }
+        let made = DeviceMemory::new(&self.context, wanted).map_err(|failed| {
+            let free = self.context.free_bytes().unwrap_or(0);
+            let fitting = self.budget.saturating_sub(wanted.saturating_sub(free)) / ALIGNMENT * ALIGNMENT;
+            let error = format!(
+                "{}: {} wanted beside the budget of {}; the driver has {} free of {}, so a budget of {} would fit",
+                failed.error,
+                bytes(wanted),
+                bytes(self.budget),
+                bytes(free),
+                bytes(self.context.total_bytes),
+                bytes(fitting),
+            );
+            Failed { error, ..failed }
+        })?;
+        Ok(memory.insert(made).start)
     }
 
     /// Runs on the host: all it reads comes down first, all it wrote goes up again.
@@ -435,14 +460,6 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         let _ = self.context.bind();
         self.lock().lanes.iter_mut().flatten().for_each(Lane::finish);
-    }
-}
-
-/// Memory that a stream keeps once it has needed it.
-fn address(context: &Arc<Context>, memory: &mut Option<DeviceMemory>, bytes: usize) -> driver::Result<u64> {
-    match memory {
-        Some(memory) => Ok(memory.start),
-        None => Ok(memory.insert(DeviceMemory::new(context, bytes)?).start),
     }
 }
 

@@ -121,7 +121,7 @@ extern "C" fn ebbtide_sim_trace(ordinal: usize) -> u64 {
 #[derive(Debug)]
 pub struct Simulator {
     driver: Library,
-    _products: Library,
+    products: OnceLock<Library>,
 }
 
 impl Simulator {
@@ -130,16 +130,19 @@ impl Simulator {
     /// # Panics
     /// The libraries are not there.
     pub fn load() -> &'static Simulator {
+        let simulator = Self::load_driver();
+        simulator.products.get_or_init(|| library("libebbtide_simcublaslt.so"));
+        simulator
+    }
+
+    /// The driver alone, as [`Simulator::load`] does.
+    ///
+    /// # Panics
+    /// The library is not there.
+    pub fn load_driver() -> &'static Simulator {
         static LOADED: OnceLock<Simulator> = OnceLock::new();
-        LOADED.get_or_init(|| {
-            let folder = folder();
-            let load = |name: &str| {
-                let path = folder.join(name);
-                // SAFETY: a library of this workspace, which runs nothing when it is loaded.
-                unsafe { Library::new(&path) }.unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-            };
-            Simulator { driver: load("libebbtide_simcuda.so"), _products: load("libebbtide_simcublaslt.so") }
-        })
+        LOADED
+            .get_or_init(|| Simulator { driver: library("libebbtide_simcuda.so"), products: OnceLock::new() })
     }
 
     fn get<T: Copy>(&self, name: &str) -> T {
@@ -205,6 +208,12 @@ impl Simulator {
 fn with<T>(text: &str, call: impl FnOnce(*const c_char) -> T) -> T {
     let text = CString::new(text).expect("a text without zeros");
     call(text.as_ptr())
+}
+
+fn library(name: &str) -> Library {
+    let path = folder().join(name);
+    // SAFETY: a library of this workspace, which runs nothing when it is loaded.
+    unsafe { Library::new(&path) }.unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 /// Where cargo puts libraries: beside tests, or above them for what a test starts.

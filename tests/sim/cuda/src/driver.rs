@@ -190,6 +190,7 @@ impl Device {
             Some(Action::Fail(code)) => return Err(known(code)),
             Some(Action::Break(code)) => {
                 state.broken = Some(known(code));
+                state.world.lose();
                 return Err(known(code));
             }
             Some(Action::Ignore) => return Ok(()),

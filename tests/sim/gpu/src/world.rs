@@ -205,7 +205,12 @@ impl World {
         self.memory.free_bytes()
     }
 
-    /// Whether a kernel has broken the device.
+    /// The device is gone: what is queued does not run.
+    pub fn lose(&mut self) {
+        self.lost = true;
+    }
+
+    /// Whether a kernel has broken the device, or it is gone.
     pub fn is_lost(&self) -> bool {
         self.lost
     }
