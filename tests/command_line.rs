@@ -562,6 +562,10 @@ fn plans_say_how_long_a_step_takes_at_least() {
     assert!(seconds("h200") < seconds("a100") && seconds("a100") < seconds("rtx-3090"));
     let error = place.fail(&["plan", "--card", "abacus"]);
     assert!(error.contains("abacus") && error.contains("h200"), "{error}");
+    // A machine without a card, or with one whose peaks are known, or not.
+    let here = place.run(&["plan", "--card", "here"]);
+    let said = String::from_utf8_lossy(&here.stderr);
+    assert!(here.status.success() || said.contains("--card here"), "{said}");
 }
 
 #[test]

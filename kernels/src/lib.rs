@@ -51,4 +51,4 @@ pub use ledger::{Category, MemoryReport};
 pub use op::Op;
 pub use spill::{FILE_ALIGNMENT, FileSlice, SpillFile, SpillOptions};
 pub use system::available_memory;
-pub use timeline::{OpTime, Rates};
+pub use timeline::{Link, OpTime, Rates};

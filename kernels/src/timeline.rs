@@ -42,6 +42,19 @@ pub struct Rates {
     pub kernel_seconds: f64,
 }
 
+/// What the link between a device and pinned host memory was measured to do in a second, with copies of 16 MiB.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Link {
+    /// Bytes from the device, when nothing comes the other way.
+    pub out_bytes: f64,
+    /// Bytes to the device, when nothing goes the other way.
+    pub in_bytes: f64,
+    /// Bytes from the device, while as many as can come the other way.
+    pub out_together_bytes: f64,
+    /// Bytes to the device, while as many as can go the other way.
+    pub in_together_bytes: f64,
+}
+
 /// Bytes a second of a good NVMe disk, both ways; a guess that a measured one should replace.
 const DISK: [f64; 2] = [3e9, 5e9];
 
@@ -75,6 +88,24 @@ impl Rates {
             launch_seconds: 3e-6,
             kernel_seconds: 2e-6,
         })
+    }
+
+    /// Those of a card by the name that its driver has for it, if that is one of [`Rates::NAMES`]; laptops' cards and other variants have
+    /// other peaks.
+    pub fn of_card(name: &str) -> Option<Self> {
+        let known = match name {
+            "NVIDIA H200" => "h200",
+            "NVIDIA A100-SXM4-80GB" => "a100",
+            "NVIDIA GeForce RTX 4090" => "rtx-4090",
+            "NVIDIA GeForce RTX 3090" => "rtx-3090",
+            _ => return None,
+        };
+        Self::named(known)
+    }
+
+    /// With a link that was measured: see [`crate::Device::link`].
+    pub fn with_link(self, link: &Link) -> Self {
+        Rates { out_bytes: link.out_together_bytes, in_bytes: link.in_together_bytes, ..self }
     }
 
     /// The engine that runs an op, and the seconds that it takes there.

@@ -421,3 +421,38 @@ fn streams_are_timed_by_the_devices_clock() {
         assert_eq!(card.findings(), [""; 0], "{order:?}");
     }
 }
+
+/// The virtual clock takes 1 µs a copy and 1 ns a byte, each way for itself.
+#[test]
+fn the_link_is_measured_once() {
+    let card = fresh(Order::Lazy);
+    let device = card.open();
+    let link = device.link().unwrap().unwrap();
+    for rate in [link.out_bytes, link.in_bytes, link.out_together_bytes, link.in_together_bytes] {
+        assert!((0.9999e9..1e9).contains(&rate), "{link:?}");
+    }
+    let copies = card.simulator.calls(card.ordinal, "cuMemcpyDtoHAsync_v2");
+    assert_eq!((device.link().unwrap().unwrap(), copies), (link, 24));
+    assert_eq!(card.simulator.calls(card.ordinal, "cuMemcpyDtoHAsync_v2"), copies);
+    drop(device);
+    assert_eq!(card.findings(), [""; 0]);
+    assert_eq!(cpu(1).link(), Ok(None));
+}
+
+#[test]
+fn a_link_that_cannot_be_measured_is_an_error() {
+    let card = fresh(Order::Lazy);
+    let device = card.open();
+    // Half of what it needs is taken by then.
+    card.rule(
+        "cuMemHostAlloc",
+        card.simulator.calls(card.ordinal, "cuMemHostAlloc") + 1,
+        1,
+        Action::Fail(OUT_OF_MEMORY),
+    );
+    let error = device.link().unwrap_err().to_string();
+    assert!(error.contains("measuring the link") && error.contains("cuMemHostAlloc"), "{error}");
+    assert!(device.link().is_ok());
+    drop(device);
+    assert_eq!(card.findings(), [""; 0]);
+}

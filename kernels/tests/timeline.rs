@@ -1,6 +1,6 @@
 //! Virtual time, held against figures worked out by hand.
 
-use ebbtide_kernels::{Category, DType, Device, Op, Rates, Slice, SpillOptions, Stream};
+use ebbtide_kernels::{Category, DType, Device, Link, Op, Rates, Slice, SpillOptions, Stream};
 
 /// A byte a second everywhere, and no time for what is not the op's own.
 fn unit() -> Rates {
@@ -165,4 +165,18 @@ fn what_no_kernel_does_is_refused() {
     let attention = Attention { qkv, out, lse, shape, dropout: None };
     let refused = bench.compute.submit(Op::Attention(attention));
     assert!(matches!(refused, Err(Error::BadConstant { .. })), "{refused:?}");
+}
+
+#[test]
+fn a_card_is_known_by_its_drivers_name_and_keeps_its_peaks_under_a_measured_link() {
+    let named =
+        ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"];
+    for (name, known) in named.iter().zip(Rates::NAMES) {
+        assert_eq!(Rates::of_card(name), Rates::named(known));
+    }
+    assert_eq!(Rates::of_card("NVIDIA GeForce RTX 4090 Laptop GPU"), None);
+    let link = Link { out_bytes: 5e9, in_bytes: 6e9, out_together_bytes: 3e9, in_together_bytes: 4e9 };
+    let rates = Rates::named("h200").unwrap();
+    let expected = Rates { out_bytes: 3e9, in_bytes: 4e9, ..rates.clone() };
+    assert_eq!(rates.with_link(&link), expected);
 }

@@ -1,6 +1,6 @@
 //! `ebbtide plan`.
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Args, builder::PossibleValuesParser};
 use ebbtide::{
     config::{Bytes, Numerics, Precision},
@@ -8,7 +8,7 @@ use ebbtide::{
         gpt2::Gpt2Config,
         plan::{OpPart, StepPlan, StepShape, StepTime, plan, sized, timed},
     },
-    kernels::{Category, Rates, bytes},
+    kernels::{Category, CudaOptions, Device, Rates, bytes},
     offload::{DiskOptions, Expression, OffloadOptions},
 };
 use serde::Serialize;
@@ -45,8 +45,8 @@ pub(crate) struct PlanArgs {
     /// A row for each of the usual policies rather than --policy
     #[arg(long, conflicts_with_all = ["policy", "offload_optimizer"])]
     table: bool,
-    /// Say too how long the step takes at least on this card
-    #[arg(long, value_parser = PossibleValuesParser::new(Rates::NAMES))]
+    /// Say too how long the step takes at least on this card; `here` is this machine's, with its link measured
+    #[arg(long, value_parser = PossibleValuesParser::new(Rates::NAMES.into_iter().chain([HERE])))]
     card: Option<String>,
     /// And what each kind of op takes of it
     #[arg(long, requires = "card", conflicts_with = "table")]
@@ -55,6 +55,9 @@ pub(crate) struct PlanArgs {
     #[arg(long)]
     json: bool,
 }
+
+/// The card of this machine.
+const HERE: &str = "here";
 
 /// A policy as a table names it: its expression, and whether the optimizer's state is in host memory.
 const TABLE: [(&str, &str, bool); 6] = [
@@ -126,7 +129,7 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
             args.model
         );
     }
-    let rates = args.card.as_deref().and_then(Rates::named);
+    let rates = args.card.as_deref().map(rates).transpose()?;
     let row = |name: &str, policy: &Expression, offload_optimizer| -> Result<Row> {
         let shape = StepShape { offload_optimizer, ..shape };
         let disk = policy.uses_disk().then(|| DiskOptions::new(std::env::temp_dir(), 0));
@@ -175,8 +178,13 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
         "{} at {} × {} sequences of {} tokens, {}",
         args.model, args.accumulate, args.batch, args.context, args.precision
     );
-    if let Some(card) = &args.card {
-        println!("with the least that a step takes on {card}");
+    if let Some(rates) = &rates {
+        println!(
+            "with the least that a step takes on {}, {:.1} GB/s out and {:.1} GB/s in at once",
+            rates.name,
+            rates.out_bytes / 1e9,
+            rates.in_bytes / 1e9
+        );
     }
     print!("\n{:<30}{:>13}{:>12}{:>12}{:>12}", "policy", "activations", "total", "host", "sent out");
     println!("{}", if args.card.is_some() { "       step   waits   tokens/s  launches" } else { "" });
@@ -218,6 +226,24 @@ pub(super) fn plan_step(args: PlanArgs) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// A card's rates by its name here.
+fn rates(card: &str) -> Result<Rates> {
+    if card != HERE {
+        return Rates::named(card).with_context(|| format!("--card {card}: not known"));
+    }
+    // A budget that any card has: only the link is used.
+    let device = Device::cuda_with(CudaOptions { ordinal: 0, budget_bytes: Some(1 << 20) })
+        .context("--card here: it cannot be asked")?;
+    let Some(rates) = Rates::of_card(device.name()) else {
+        bail!(
+            "--card here: the peaks of `{}` are not known; expected a card with those of {}, or one of them by name",
+            device.name(),
+            Rates::NAMES.join(", ")
+        );
+    };
+    Ok(device.link()?.map_or(rates.clone(), |link| rates.with_link(&link)))
 }
 
 impl Time {

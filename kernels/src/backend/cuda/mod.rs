@@ -13,6 +13,7 @@
 
 mod driver;
 mod lane;
+mod link;
 mod modules;
 mod pinned;
 mod products;
@@ -36,7 +37,7 @@ pub(crate) use pinned::{PinOnUse, PinnedBlock};
 
 use super::Job;
 use crate::{
-    CudaUnavailable, Error, HostSlice, Op, Result, Slice, StreamReport,
+    CudaUnavailable, Error, HostSlice, Link, Op, Result, Slice, StreamReport,
     arena::ALIGNMENT,
     cuda::{Call, FAILURE_WORDS, Launch, SCRATCH_BYTES, Target, check, plan},
     error::bytes,
@@ -66,6 +67,7 @@ pub(crate) struct CudaBackend {
     /// Its bytes.
     budget: usize,
     slabs: Arc<Slabs>,
+    link: Mutex<Option<Link>>,
     context: Arc<Context>,
 }
 
@@ -115,7 +117,30 @@ impl CudaBackend {
         };
         let stop = Arc::new(Stop::new(&context).map_err(starting)?);
         let (state, errors, slabs) = (Mutex::new(state), FirstError::default(), Slabs::new(&context));
-        Ok((CudaBackend { state, errors, stop, control, memory, budget: bytes, slabs, context }, bytes))
+        Ok((
+            CudaBackend {
+                state,
+                errors,
+                stop,
+                control,
+                memory,
+                budget: bytes,
+                slabs,
+                link: Mutex::default(),
+                context,
+            },
+            bytes,
+        ))
+    }
+
+    /// The link's rates, measured when first asked for.
+    pub(crate) fn link(&self) -> Result<Link> {
+        let doing = |failed: Failed| failed.doing("measuring the link to the device");
+        let mut known = self.link.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*known {
+            Some(link) => Ok(link.clone()),
+            None => Ok(known.insert(link::probe(&self.context).map_err(doing)?).clone()),
+        }
     }
 
     /// The card's name.
