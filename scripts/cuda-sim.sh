@@ -14,6 +14,7 @@ ln -s "$target/debug/libebbtide_simcuda.so" "$libraries/libcuda.so"
 ln -s "$target/debug/libebbtide_simcublaslt.so" "$libraries/libcublasLt.so"
 export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 export EBBTIDE_DEVICE=cuda EBBTIDE_SIM_ORDER="${EBBTIDE_SIM_ORDER:-random:1}"
+[ $# -gt 0 ] || cargo test -p ebbtide-kernels --lib a_device_gives
 # What comes as late as can be shows a missing edge every time.
 [ $# -gt 0 ] || EBBTIDE_SIM_ORDER=lazy cargo test -p ebbtide-offload --test scenarios -- --test-threads 1
 tests=$(printf ' --test %s' ${*:-golden_gpt2 loss_scaler lossy optimizer_offload random_models segments})

@@ -1070,10 +1070,19 @@ impl Op {
         }
     }
 
-    /// Bytes read and written, each operand once.
+    /// Bytes read and written, each operand once; of a table of tokens a row a token at most.
     pub fn bytes(&self) -> u64 {
+        // Elements of a table that tokens can touch.
+        let most = match self {
+            Op::Embedding(op) => op.tokens.len() * op.width,
+            Op::EmbeddingBackward(op) => op.tokens.len() * op.width,
+            _ => usize::MAX,
+        };
         let moved = |operand: &Operand<'_>| {
             let bytes = match operand.place {
+                Place::Device(slice) if matches!(operand.name, "wte" | "dwte") => {
+                    slice.len().min(most) * slice.dtype().size_bytes()
+                }
                 Place::Device(slice) => slice.bytes(),
                 Place::Host(_) | Place::File(_) => 0,
             } as u64;

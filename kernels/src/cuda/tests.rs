@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::{Call, FAILURE_WORDS, Launch, MODULES, Module, Product, SCRATCH_BYTES, Target, check, plan};
-use crate::{DType, Op, Slice, op::Mode};
+use crate::{CudaOptions, DType, Device, DeviceKind, Op, Slice, op::Mode};
 
 #[path = "../../tests/common/mod.rs"]
 mod common;
@@ -312,4 +312,69 @@ fn a_head_too_large_is_an_error() {
     let op = ops::attention(sizes, &mut |len, dtype| bench.alloc(len, dtype), None);
     let error = check(&op).unwrap_err().to_string();
     assert!(error.contains("attention") && error.contains("128") && error.contains("129"), "{error}");
+}
+
+/// A device that runs the same code gives the same results, up to what its library of products and its own functions round
+/// otherwise. Where `EBBTIDE_DEVICE` names a CUDA device, that is it; else there is nothing to hold the interpreter against.
+#[test]
+fn a_device_gives_what_the_interpreter_gives() {
+    let kind: DeviceKind =
+        std::env::var("EBBTIDE_DEVICE").map_or(DeviceKind::Cpu, |kind| kind.parse().unwrap());
+    let DeviceKind::Cuda(ordinal) = kind else { return };
+    let wide = Sizes { batch: 2, context: 66, heads: 2, head_size: 64, vocabulary: 264, probability: 0.3 };
+    for (seed, (sizes, narrow)) in [SMALL, wide]
+        .into_iter()
+        .flat_map(|sizes| [DType::F32, DType::F16, DType::BF16].map(|narrow| (sizes, narrow)))
+        .enumerate()
+    {
+        let options = CudaOptions { ordinal, budget_bytes: Some(64 << 20) };
+        let benches = [Bench::new(cpu(1)), Bench::new(Device::cuda_with(options).unwrap())];
+        for &make in OPS {
+            let ops = benches.each_ref().map(|bench| {
+                let mut at = 0;
+                make(sizes, &mut |len, dtype| {
+                    let dtype = if may_be_narrow(make, bench, at) { narrow } else { dtype };
+                    at += 1;
+                    bench.alloc(len, dtype)
+                })
+            });
+            if ops[0].check().is_err() {
+                continue;
+            }
+            write_inputs(&benches[0], &ops[0], seed as u64);
+            for ((_, from, mode), (_, to, _)) in operands(&ops[0]).into_iter().zip(operands(&ops[1])) {
+                if mode != Mode::Write {
+                    let up = benches[1].up(&bytes_of(&benches[0], &from));
+                    benches[1].run(Op::Copy { input: up, out: to.as_bytes() });
+                }
+            }
+            let mut memory = memory(&benches[0], &ops[0]);
+            run(&ops[0], &mut memory, seed as u64).unwrap();
+            benches[1].run(ops[1].clone());
+            let terms = sizes.rows().max(4 * sizes.width()).max(sizes.vocabulary);
+            for ((name, interpreted, mode), (_, slice, _)) in
+                operands(&ops[0]).into_iter().zip(operands(&ops[1]))
+            {
+                if mode == Mode::Read || name == "workspace" {
+                    continue;
+                }
+                let bytes = memory.bytes(addresses(&interpreted).start, interpreted.bytes()).unwrap();
+                let of_device = bytes_of(&benches[1], &slice);
+                // Sums of integers are the same wherever they are made.
+                if matches!(ops[0], Op::Checksum { .. }) {
+                    assert_eq!(of_device, bytes, "{:?}", ops[1]);
+                    continue;
+                }
+                let [found, expected] = [of_device, bytes].map(|bytes| floats(&bytes, slice.dtype()));
+                close(
+                    &format!("{:?} {name}", ops[1]),
+                    &found,
+                    &expected,
+                    slice.dtype(),
+                    terms,
+                    extra(&ops[1]),
+                );
+            }
+        }
+    }
 }
