@@ -1,7 +1,8 @@
 //! A training step of GPT-2 124M under each policy, beside PyTorch's, in one paired run.
 //!
 //! ```text
-//! EBBTIDE_PEER_PYTHON=/path/to/venv/bin/python cargo bench --bench gpt2 -- [--batch 2] [--context 512] [--rounds 3] [--steps 2]
+//! EBBTIDE_PEER_PYTHON=/path/to/venv/bin/python cargo bench --bench gpt2 -- [--batch 2] [--context 512] [--rounds 3] [--steps 2] \
+//!     [--device cpu] [--precision f32] [--policies 'keep; recompute; …'] [--peers 'none; compile; …']
 //! ```
 //!
 //! Ebbtide and the peer take turns, A B A B, `--rounds` each of `--steps` steps; the medians over all steps stand beside each
@@ -10,67 +11,85 @@
 //! runtime adds to a step: the time in which the compute stream had nothing to do.
 #![allow(missing_docs)]
 
-use std::{error::Error, process::Command};
+use std::{error::Error, path::PathBuf, process::Command};
 
 use ebbtide::{
     bench::{Bench, BenchOptions, BenchReport, median},
-    config::{Numerics, Tiers},
+    config::{Numerics, Precision, Tiers},
     engine::gpt2::Gpt2Config,
-    kernels::{CpuOptions, Device, DeviceKind, bytes},
+    kernels::{Device, DeviceKind, DeviceOptions, bytes},
 };
 
-/// The first is what the others, and the peer, are held against.
-const POLICIES: [&str; 8] =
-    ["keep", "recompute", "int8", "offload", "offload int8", "offload disk", "offload int8 disk", BEST_MIX];
-
-/// GELU's output is cheap to make again; the rest is sent out as int8.
-const BEST_MIX: &str = "offload int8, *gelu.output: rerun";
+/// The first is what the others, and the peer, are held against. In the last GELU's output is made again, for it is cheap to, and
+/// the rest is sent out as int8.
+const POLICIES: &str = "keep; recompute; int8; offload; offload int8; offload disk; offload int8 disk; \
+    offload int8, *gelu.output: rerun";
 
 /// The peer's ways to save memory; the first is what ours are held against.
-const PEER_POLICIES: [&str; 5] = ["none", "checkpoint", "save_on_cpu", "int8", "disk"];
+const PEER_POLICIES: &str = "none; checkpoint; save_on_cpu; int8; disk";
+
+/// The same where a card computes: what matters there.
+const CARD_POLICIES: &str = "keep; rerun; int8; recompute; recompute, h.*/input: offload; offload int8";
+const CARD_PEER_POLICIES: &str = "none; compile; checkpoint; save_on_cpu";
 
 struct Settings {
     batch: usize,
     context: usize,
     rounds: usize,
     steps: usize,
+    threads: usize,
+    device: DeviceKind,
+    precision: Precision,
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().collect();
+    let text = |flag: &str| {
+        let at = arguments.iter().position(|argument| argument == flag);
+        at.map(|at| arguments.get(at + 1).cloned().ok_or(format!("{flag} needs a value"))).transpose()
+    };
     let value = |flag: &str, default: usize| -> Result<usize, Box<dyn Error>> {
-        match arguments.iter().position(|argument| argument == flag) {
-            Some(at) => Ok(arguments.get(at + 1).ok_or(format!("{flag} needs a number"))?.parse()?),
-            None => Ok(default),
-        }
+        Ok(text(flag)?.map_or(Ok(default), |number| number.parse())?)
     };
     let settings = Settings {
         batch: value("--batch", 2)?,
         context: value("--context", 512)?,
         rounds: value("--rounds", 3)?,
         steps: value("--steps", 2)?,
+        threads: 2,
+        device: text("--device")?.map_or(Ok(DeviceKind::Cpu), |kind| kind.parse())?,
+        precision: text("--precision")?.map_or(Ok(Precision::F32), |precision| precision.parse())?,
     };
+    let of_cpu = settings.device == DeviceKind::Cpu;
+    let (policies, peer_policies) =
+        if of_cpu { (POLICIES, PEER_POLICIES) } else { (CARD_POLICIES, CARD_PEER_POLICIES) };
+    let list = |flag: &str, default: &str| -> Result<Vec<String>, Box<dyn Error>> {
+        let listed = text(flag)?.unwrap_or_else(|| default.to_string());
+        Ok(listed.split(';').map(|policy| policy.trim().to_string()).collect())
+    };
+    let (policies, peer_policies) = (list("--policies", policies)?, list("--peers", peer_policies)?);
     let python = std::env::var_os("EBBTIDE_PEER_PYTHON");
-    let threads = 2;
-    let mut ours: Vec<Vec<f64>> = vec![Vec::new(); POLICIES.len()];
-    let mut reports: Vec<Option<BenchReport>> = vec![None; POLICIES.len()];
-    let mut theirs: Vec<Vec<f64>> = vec![Vec::new(); PEER_POLICIES.len()];
-    let mut peers = vec![serde_json::Value::Null; PEER_POLICIES.len()];
+    let mut ours: Vec<Vec<f64>> = vec![Vec::new(); policies.len()];
+    let mut reports: Vec<Option<BenchReport>> = vec![None; policies.len()];
+    let mut theirs: Vec<Vec<f64>> = vec![Vec::new(); peer_policies.len()];
+    let mut peers = vec![serde_json::Value::Null; peer_policies.len()];
     let mut idle = Vec::new();
+    let mut name = String::new();
     for _ in 0..settings.rounds {
-        for (i, policy) in POLICIES.into_iter().enumerate() {
+        for (i, policy) in policies.iter().enumerate() {
             let mut bench = Bench::new(&BenchOptions {
                 model: Gpt2Config::named("gpt2")?,
                 batch: settings.batch,
                 context: settings.context,
                 policy: policy.parse()?,
-                device: DeviceKind::Cpu,
-                threads: Some(threads),
+                device: settings.device,
+                threads: Some(settings.threads),
                 budget_bytes: None,
-                numerics: Numerics::default(),
+                numerics: Numerics { precision: settings.precision, residual_f32: false },
                 offload_optimizer: false,
                 tiers: Tiers::default(),
             })?;
+            name = bench.trainer().engine().device().name().to_string();
             let busy = |bench: &Bench| -> f64 { bench.trainer().engine().device().streams()[0].busy_seconds };
             for _ in 0..settings.steps {
                 let before = busy(&bench);
@@ -83,18 +102,19 @@ fn main() -> Result<(), Box<dyn Error>> {
             reports[i] = Some(bench.run(1)?);
         }
         if let Some(python) = &python {
-            for (i, policy) in PEER_POLICIES.into_iter().enumerate() {
-                peers[i] = run_peer(python, &settings, threads, policy)?;
+            for (i, policy) in peer_policies.iter().enumerate() {
+                peers[i] = run_peer(python, &settings, policy)?;
                 theirs[i].push(peers[i]["seconds_per_step"].as_f64().ok_or("the peer gave no time")?);
             }
         }
     }
     let tokens = (settings.batch * settings.context) as f64;
     let flops = Gpt2Config::named("gpt2")?.flops_per_token(settings.context) as f64 * tokens;
-    let ceiling = product_ceiling(threads)?;
+    let ceiling = product_ceiling(&settings)?;
+    let place = if of_cpu { format!("{} threads", settings.threads) } else { name };
     println!(
-        "GPT-2 124M, batch {}, context {}, f32, {threads} threads: forward, backward, AdamW\n",
-        settings.batch, settings.context
+        "GPT-2 124M, batch {}, context {}, {}, {place}: forward, backward, AdamW\n",
+        settings.batch, settings.context, settings.precision
     );
     println!(
         "{:<30}{:>8}{:>10}{:>8}{:>12}{:>13}{:>12}{:>8}",
@@ -110,7 +130,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         );
     };
     let mut keep = f64::NAN;
-    for (i, policy) in POLICIES.into_iter().enumerate() {
+    for (i, policy) in policies.iter().enumerate() {
         let seconds = median(&mut ours[i]);
         if i == 0 {
             keep = seconds;
@@ -126,19 +146,26 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("{:<30}{floor:>8.3}{:>10.1}{:>8.2}", "floor (products)", tokens / floor, keep / floor);
     if python.is_some() {
         println!("PyTorch {}", peers[0]["version"].as_str().unwrap_or_default());
-        let mut none = f64::NAN;
-        for (i, policy) in PEER_POLICIES.into_iter().enumerate() {
+        let (mut none, mut fastest) = (f64::NAN, f64::INFINITY);
+        for (i, policy) in peer_policies.iter().enumerate() {
             let seconds = median(&mut theirs[i]);
             if i == 0 {
                 none = seconds;
             }
+            fastest = fastest.min(seconds);
             let count = |key: &str| peers[i][key].as_u64().unwrap_or_default();
             row(policy, seconds, none, count("saved_bytes"), count("peak_step_bytes"));
             println!();
         }
-        println!("\nebbtide, keep, over PyTorch: {:.2} × the tokens a second", none / keep);
+        println!("\nebbtide, {}, over PyTorch: {:.2} × the tokens a second", policies[0], none / keep);
+        println!("ebbtide, {}, over PyTorch's fastest: {:.2} ×", policies[0], fastest / keep);
     }
-    println!("ebbtide, keep, over the floor: {:.2} × ({:.0} GFLOP/s at best)", floor / keep, ceiling / 1e9);
+    println!(
+        "ebbtide, {}, over the floor: {:.2} × ({:.0} GFLOP/s at best)",
+        policies[0],
+        floor / keep,
+        ceiling / 1e9
+    );
     println!("the compute stream idle: {:.2} % of a step", 100.0 * median(&mut idle));
     Ok(())
 }
@@ -146,15 +173,17 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn run_peer(
     python: &std::ffi::OsStr,
     settings: &Settings,
-    threads: usize,
     policy: &str,
 ) -> Result<serde_json::Value, Box<dyn Error>> {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/peers/gpt2_step.py");
-    let numbers = [settings.batch, settings.context, settings.steps, threads];
+    // Where the sources are now, which cargo says; a program that was carried elsewhere is told.
+    let root =
+        std::env::var_os("CARGO_MANIFEST_DIR").map_or(env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    let script = root.join("benches/peers/gpt2_step.py");
+    let numbers = [settings.batch, settings.context, settings.steps, settings.threads];
     let output = Command::new(python)
         .arg(script)
         .args(numbers.map(|number| number.to_string()))
-        .arg(policy)
+        .args([policy, &settings.device.to_string(), &settings.precision.to_string()])
         .output()?;
     if !output.status.success() {
         return Err(format!("the peer failed: {}", String::from_utf8_lossy(&output.stderr)).into());
@@ -163,15 +192,20 @@ fn run_peer(
 }
 
 /// Operations a second of a large square product, the best of several: what the machine's products can do.
-fn product_ceiling(threads: usize) -> Result<f64, Box<dyn Error>> {
+fn product_ceiling(settings: &Settings) -> Result<f64, Box<dyn Error>> {
     use ebbtide::kernels::{
-        Category, DType, Op,
+        Category, Op,
         op::{Gemm, Layout},
     };
-    const SIZE: usize = 2048;
-    let device = Device::cpu_with(CpuOptions { threads: Some(threads), budget_bytes: None })?;
+    let size = if settings.device == DeviceKind::Cpu { 2048 } else { 8192 };
+    let dtype = settings.precision.dtype();
+    let device = Device::open(&DeviceOptions {
+        kind: settings.device,
+        threads: Some(settings.threads),
+        budget_bytes: Some(4 * size * size * 4),
+    })?;
     let stream = device.stream("compute");
-    let matrix = |name| device.alloc(SIZE * SIZE, DType::F32, Category::Workspace, name);
+    let matrix = |name| device.alloc(size * size, dtype, Category::Workspace, name);
     let (a, b, out) = (matrix("a")?, matrix("b")?, matrix("out")?);
     for (slice, value) in [(&a, 0.5), (&b, 0.25)] {
         stream.submit(Op::Fill { out: slice.clone(), value })?;
@@ -188,12 +222,12 @@ fn product_ceiling(threads: usize) -> Result<f64, Box<dyn Error>> {
             bias: None,
             out: out.clone(),
             accumulate: false,
-            m: SIZE,
-            n: SIZE,
-            k: SIZE,
+            m: size,
+            n: size,
+            k: size,
         }))?;
         stream.synchronize()?;
-        best = best.max(2.0 * (SIZE as f64).powi(3) / start.elapsed().as_secs_f64());
+        best = best.max(2.0 * (size as f64).powi(3) / start.elapsed().as_secs_f64());
     }
     Ok(best)
 }

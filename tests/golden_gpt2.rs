@@ -36,8 +36,7 @@ struct Case {
 }
 
 fn cases() -> Vec<Case> {
-    let root = std::env::var_os("EBBTIDE_GOLDEN_DIR")
-        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from);
+    let root = common::golden_folder();
     let mut folders: Vec<PathBuf> = fs::read_dir(&root)
         .unwrap_or_else(|e| panic!("{}: {e}", root.display()))
         .map(|e| e.unwrap().path())

@@ -2,9 +2,9 @@
 
 mod common;
 
-use std::{fs, path::Path};
+use std::fs;
 
-use common::{batch, device, set_parameter, small, trainer_in};
+use common::{batch, device, golden_folder, set_parameter, small, trainer_in};
 use ebbtide::{
     engine::{
         Engine, Error, Init, Numerics, Parameters, ParametersBuilder, Precision, Trainer, TrainerOptions,
@@ -69,8 +69,8 @@ fn floats(value: &Value) -> Vec<f32> {
 /// Scale, counter and parameters after every step of `torch.amp.GradScaler` with SGD, exactly.
 #[test]
 fn golden_grad_scaler() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/grad_scaler.json");
-    let runs: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    let runs: Value =
+        serde_json::from_slice(&fs::read(golden_folder().join("grad_scaler.json")).unwrap()).unwrap();
     let runs = runs.as_array().unwrap();
     assert_eq!(runs.len(), 4);
     for run in runs {

@@ -1,12 +1,12 @@
-"""One training step of GPT-2 in PyTorch on the CPU: the yardstick of `cargo bench --bench gpt2`.
+"""One training step of GPT-2 in PyTorch: the yardstick of `cargo bench --bench gpt2`.
 
-    gpt2_step.py BATCH CONTEXT STEPS THREADS [none|checkpoint|save_on_cpu|int8|disk]
+    gpt2_step.py BATCH CONTEXT STEPS THREADS [none|compile|checkpoint|save_on_cpu|int8|disk] [cpu|cuda] [f32|f16|bf16]
 
-Forward, backward and AdamW in f32 with random weights and tokens, scaled-dot-product attention, tanh GELU and a tied head.
+Forward, backward and AdamW in f32, or under autocast in 16 bits (f16 with GradScaler), with random weights and tokens, scaled-dot-product attention, tanh GELU and a tied head.
 Prints one JSON object: the median seconds of STEPS steps after one to warm up, the bytes that autograd saves for backward
 (parameters excluded, each storage counted once), and the peak of the process's resident memory during a step less what
-was resident before it. What is saved for backward stays, or goes as the policy says: `torch.utils.checkpoint` a block,
-`save_on_cpu`, or hooks on saved tensors that store them as int8 in groups of 128 or in files. Needs torch.
+was resident before it; on cuda, of what its allocator gave out. What is saved for backward stays, or goes as the policy says: `torch.utils.checkpoint` a block,
+`save_on_cpu` (on cuda to pinned memory), or hooks on saved tensors that store them as int8 in groups of 128 or in files. `compile` is `torch.compile` with flash attention, for cuda. Needs torch.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import time
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 12, 768, 12, 50257
@@ -104,39 +105,57 @@ def in_files(parameters, folder):
 
 def main():
     batch, context, steps, threads = map(int, sys.argv[1:5])
-    policy = sys.argv[5] if len(sys.argv) > 5 else "none"
+    policy, device, precision = (sys.argv[5:] + ["none", "cpu", "f32"][len(sys.argv) - 5:])[:3]
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[precision]
+    on_card = device != "cpu"
     folder = tempfile.TemporaryDirectory()
     torch.manual_seed(0)
     torch.set_num_threads(threads)
-    model = Gpt2(context)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    tokens = torch.randint(0, VOCABULARY, (batch, context + 1))
+    model = Gpt2(context).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=on_card)
+    scaler = torch.amp.GradScaler(device.split(":")[0], enabled=precision == "f16")
+    tokens = torch.randint(0, VOCABULARY, (batch, context + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     hooks = {
-        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(pin_memory=on_card),
         "int8": lambda: as_int8(parameters),
         "disk": lambda: in_files(parameters, folder.name),
     }.get(policy, contextlib.nullcontext)
     recompute = policy == "checkpoint"
+    run = torch.compile(model) if policy == "compile" else model
+    flash = [SDPBackend.FLASH_ATTENTION] if policy == "compile" and dtype != torch.float32 else []
+
+    def forward():
+        with torch.autocast(device.split(":")[0], dtype, enabled=dtype != torch.float32):
+            return run(inputs, targets, recompute)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        with hooks():
-            loss = model(inputs, targets, recompute)
-        loss.backward()
-        optimizer.step()
+        with hooks(), sdpa_kernel(flash) if flash else contextlib.nullcontext():
+            loss = forward()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if on_card:
+            torch.cuda.synchronize()
 
-    step()
+    for _ in range(3 if on_card else 1):
+        step()
     seconds, peaks = [], []
     for _ in range(steps):
-        with open("/proc/self/clear_refs", "w") as clear:
-            clear.write("5")
-        before, start = resident("VmRSS"), time.perf_counter()
+        if on_card:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        else:
+            with open("/proc/self/clear_refs", "w") as clear:
+                clear.write("5")
+            before = resident("VmRSS")
+        start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
-        peaks.append(resident("VmHWM") - before)
+        peaks.append((torch.cuda.max_memory_allocated() if on_card else resident("VmHWM")) - before)
     saved = {}
 
     def pack(tensor):
@@ -146,10 +165,10 @@ def main():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(inputs, targets, recompute)
+        forward()
     print(json.dumps({
         "seconds_per_step": statistics.median(seconds),
-        "saved_bytes": sum(saved.values()) if policy in ("none", "checkpoint") else 0,
+        "saved_bytes": sum(saved.values()) if policy in ("none", "compile", "checkpoint") else 0,
         "peak_step_bytes": max(peaks),
         "version": torch.__version__,
     }))

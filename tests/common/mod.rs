@@ -11,6 +11,7 @@ use ebbtide::{
     offload::{Activation, Codec, DiskOptions, OffloadOptions, Placement, Policy, Role, SegmentPlan, Tier},
 };
 use proptest::prelude::*;
+use std::path::{Path, PathBuf};
 
 /// A small GPT of any shape.
 pub fn configs() -> impl Strategy<Value = Gpt2Config> {
@@ -164,7 +165,16 @@ impl Policy for Mixed {
 /// A device of the kind that `EBBTIDE_DEVICE` names, as `--device` takes it; else the CPU.
 pub fn device_with(threads: Option<usize>, budget_bytes: Option<usize>) -> Device {
     let kind = std::env::var("EBBTIDE_DEVICE").map_or(DeviceKind::Cpu, |kind| kind.parse().unwrap());
+    // All of a card takes longer to get than what runs on it.
+    const OF_A_CARD: usize = 2 << 30;
+    let budget_bytes = budget_bytes.or((kind != DeviceKind::Cpu).then_some(OF_A_CARD));
     Device::open(&DeviceOptions { kind, threads, budget_bytes }).unwrap()
+}
+
+/// Where the reference values are: `EBBTIDE_GOLDEN_DIR`, or else where this was built.
+pub fn golden_folder() -> PathBuf {
+    std::env::var_os("EBBTIDE_GOLDEN_DIR")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), PathBuf::from)
 }
 
 /// The same, with what it has.
