@@ -4,6 +4,7 @@
 #   scripts/cuda-compile.sh                        everything that is checked in: PTX for sm_80 of kernels/cuda and of the tests'
 #                                                  kernels, and kernels/cuda/resources.tsv, registers and shared memory by architecture
 #   scripts/cuda-compile.sh --check                says what differs from what is checked in, and fails if anything does
+#   scripts/cuda-compile.sh --compiles             compiles all that for all architectures, and compares nothing: for another NVRTC
 #   scripts/cuda-compile.sh -a 80,90 -o DIR F.cu…  these files for these architectures, to DIR/NAME.sm_80.ptx…
 #   scripts/cuda-compile.sh -v …                   also prints registers, spills and shared memory of each kernel
 #
